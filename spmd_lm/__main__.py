@@ -6,7 +6,7 @@ import sys
 
 def main() -> int:
     """Runs this process's command line, and returns its exit code."""
-    # Where nobody answers Ctrl-C, as during the imports below and while Python ends, it ends the process: no traceback.
+    # Outside of our handlers, as during the imports below and at exit, Ctrl-C ends the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from spmd_lm import cli

@@ -1,5 +1,4 @@
-"""Which matrices of a model have adapters, and which of its parameters are trained beside them: `adapter.targets` and
-`adapter.modules_to_save`, by this project's names or by Hugging Face's."""
+"""Resolves `adapter.targets` and `adapter.modules_to_save`, in this project's names or Hugging Face's, for a model."""
 
 import dataclasses
 import functools
@@ -28,14 +27,13 @@ from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.ops.few_bits import BLOCK_SIZE
 from spmd_lm.parallel.trees import leaves_by_path
 
-TASK_HEAD = "head"
-"""The part that is trained too where an objective predicts no tokens: it is new."""
+TASK_HEAD = "head"  # also trained if an objective predicts no tokens, because it is new
 
 
 @functools.lru_cache(maxsize=64)
 def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
-    """The adapters of the matrices of each block of a model.  ConfigError for a target that matches none, or one in
-    some layers alone."""
+    """The adapters of matrices in a model's blocks, by path.  Raises ConfigError for a target that matches none, or one
+    in some layers only."""
     if isinstance(adapter, NoAdapter):
         return ()
     chosen = _of_layers("targets", _targets(adapter.targets), model)
@@ -64,14 +62,12 @@ def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
 
 
 class _Found(NamedTuple):
-    """find(names): (which targets mean a matrix of one layer, of these names; what that says of it).  targets: all."""
-
-    find: Callable[[Sequence[str]], tuple[Collection[str], Any]]
-    targets: Collection[str]
+    find: Callable[[Sequence[str]], tuple[Collection[str], Any]]  # a matrix's names -> (targets that match, value)
+    targets: Collection[str]  # all
 
 
 def _targets(targets: str | Sequence[str]) -> _Found:
-    """Targets as PEFT reads them: a regular expression of a whole name, or names and ends of names."""
+    """Targets as PEFT reads them: a regular expression of a whole name, or names and suffixes of names."""
     if targets == ALL_LINEAR:
         return _Found(lambda names: ([ALL_LINEAR], True), [ALL_LINEAR])
     if isinstance(targets, str):
@@ -87,7 +83,7 @@ def _targets(targets: str | Sequence[str]) -> _Found:
 
 
 def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
-    """Numbers by regular expressions of the ends of names, as PEFT reads them; the first that matches counts."""
+    """Numbers by regular expressions of suffixes of names, as PEFT reads them; the first match counts."""
     compiled = [(name, _compiled(key, rf"(.*\.)?({name})"), number) for name, number in pattern]
 
     def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
@@ -105,8 +101,8 @@ def _compiled(key: str, text: str) -> re.Pattern[str]:
 
 
 def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
-    """What is found of the matrices of a block, by path, of those of which anything is.  ConfigError for a target that
-    means none, and where it is not the same in all layers."""
+    """The found values by path of matrices in a block.  Raises ConfigError for a target that matches none, and if
+    layers differ."""
     kind, values, unused = model.c.kind, dict[str, Any](), set(found.targets)
     for path in model.matrices:
         theirs = HF_MODULES[kind].get(path, ())
@@ -140,7 +136,7 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
 
 
 def require_whole_blocks(model: LanguageModel, shards: int) -> None:
-    """LayoutError where so many devices along `model` would cut blocks of inputs that have one scale."""
+    """Raises LayoutError if sharding over `model` would cut blocks of inputs that share a scale."""
     if model.base not in ("nf4", "nf4-double"):
         return
     shapes = leaves_by_path(dataclasses.replace(model, base="none").shapes["blocks"])
@@ -155,7 +151,7 @@ def require_whole_blocks(model: LanguageModel, shards: int) -> None:
 
 
 def require_free_names(model: LanguageModel) -> None:
-    """ConfigError where a parameter of one's own module has a name that means an adapter, or a matrix in few bits."""
+    """Raises ConfigError if a user's parameter has a name reserved for adapters or quantized matrices."""
     for path in _paths(model):
         if is_adapter(path.split(".")) or path.rpartition(".")[2] in CODED:
             raise ConfigError(
@@ -167,10 +163,10 @@ def require_free_names(model: LanguageModel) -> None:
 def trainable_paths(
     adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()
 ) -> frozenset[str] | None:
-    """The paths of adapters, of `modules_to_save` and of the head of a task; None without adapters, where all are.
-
-    ConfigError for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`, the
-    patterns of optim.freeze."""
+    """Paths of adapters, of `modules_to_save` and of a task's head; None without adapters, when all parameters are
+    trained.
+    freeze: patterns of optim.freeze.  Raises ConfigError for modules_to_save that do not exist, are quantized, or are
+    frozen."""
     if isinstance(adapter, NoAdapter):
         return None
     paths = _paths(model)
@@ -204,8 +200,8 @@ def trainable_paths(
 
 
 def _require_one_training(saved: Mapping[str, Sequence[str]], freeze: Sequence[str], model: LanguageModel) -> None:
-    """ConfigError for a matrix with an adapter that is itself trained, as a part of `saved`, or whose adapter patterns
-    freeze."""
+    """Raises ConfigError for a matrix that is trained, as a part of `saved`, in addition to its adapter, or whose
+    adapter is frozen."""
     for path, _ in model.adapters:
         if parts := [each for each, paths in saved.items() if f"blocks.{path}" in paths]:
             raise ConfigError(
@@ -219,7 +215,7 @@ def _require_one_training(saved: Mapping[str, Sequence[str]], freeze: Sequence[s
 
 
 def _freezes(freeze: Sequence[str], path: str, model: LanguageModel) -> bool:
-    """Whether patterns of optim.freeze match this parameter of a block in all layers."""
+    """True if optim.freeze matches this parameter of a block in all layers."""
     names = (path.replace("blocks", f"blocks.{layer}", 1) for layer in range(model.c.layers))
     return all(any(fnmatchcase(name, pattern) for pattern in freeze) for name in names)
 
@@ -238,7 +234,7 @@ def _trains_bias(adapter: Adapter, path: str, model: LanguageModel) -> bool:
 
 
 def _parameters_of(part: str, own: Sequence[str]) -> list[str]:
-    """Those of the paths `own` below a part of a model, by our name or Hugging Face's: head.norm, model.norm."""
+    """Paths in `own` of a part of a model, by our name or Hugging Face's: head.norm, model.norm."""
     for name in (part, _our_name(part)):
         if found := [path for path in own if f"{path.removesuffix('_bias')}.".startswith(f"{name}.")]:
             return found

@@ -1,12 +1,9 @@
-"""The public functions, for notebooks, scripts and the commands; `import spmd_lm` offers them, and imports this module
-when one is first used.
+"""The public functions, for notebooks, scripts and the commands; `import spmd_lm` imports this module on first use.
 
-    config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
-    print(spmd_lm.plan(config))
-    run = spmd_lm.train(config)
-    spmd_lm.evaluate(run), spmd_lm.generate(run, "def main(")
+config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
+print(spmd_lm.plan(config)) run = spmd_lm.train(config) spmd_lm.evaluate(run), spmd_lm.generate(run, "def main(")
 
-Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
+The first function that computes sets up simulated devices; jax cannot change them later."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that need jax, imported when they are first used."""
+    """Imports classes that need jax on first use."""
     if name == "Program":
         from spmd_lm.step.program import Program
 
@@ -45,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 class Report(dict):
-    """A result as plain data, as --json writes it; str(report) is the text that the command prints."""
+    """A result as plain data, as --json writes it; str(report) is the command's text."""
 
     def __init__(self, data: dict[str, Any], text: str):
         super().__init__(data)
@@ -65,10 +62,9 @@ def load_config(path: str | Path, *overrides: str) -> RunConfig:
 
 
 def plan(config: RunConfig, topology: str | None = None) -> Report:
-    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan, and
-    ConfigError for a topology that does not exist.
-
-    topology: its devices, as in "v5p:4x4x4", present or not; None for those that it simulates, or that are here."""
+    """Mesh, shardings, memory and pipeline of a run, without its devices.
+    topology: devices, as in "v5p:4x4x4", present or not; None for simulated or present ones.
+    Raises LayoutError if there is no plan, and ConfigError for an unknown topology."""
     target = parse_topology(topology) if topology is not None else None
     from spmd_lm.planning.plan_report import describe, render
 
@@ -84,11 +80,13 @@ def search_layouts(
     hardware: str | Path | None = None,
 ) -> Report:
     """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
-    and compiles the `top` fastest, of which it tells what the compiler makes.
+    then compiles the `top` fastest and reports the compiler's figures.
 
-    out: a file for the run under the fastest layout, new or of an earlier search.  hardware: a file of
-    `spmd-lm bench --calibrate`, whose speeds come before published ones.  Raises ConfigError if none fits, if the
-    hardware's speed is not known, or if there is no compiler, and OutputError for another file that is there."""
+    out: a file for the run under the fastest layout, new or of an earlier search.
+    hardware: a file of `spmd-lm bench --calibrate`, preferred to published speeds.
+
+    Raises ConfigError if none fits, if the hardware's speed is unknown, or if there is no compiler, and OutputError for
+    another existing file."""
     if not topologies or top < 0:
         raise ConfigError(
             f"search_layouts needs a topology, and top of 0 or more, not {top}. Name one, as in h100:8x8."
@@ -113,13 +111,16 @@ def preflight(
     picture: str | Path | None = None,
     hardware: str | Path | None = None,
 ) -> Report:
-    """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against what there
-    is, collectives with their seconds, FLOPs, and ranges of a step's time and of the run's days and cost.
+    """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against capacity,
+    collectives with their seconds, FLOPs, and ranges of a step's time and of the run's days and cost.
 
-    price: of a device and hour.  tokens: that the run trains on; None for those of train.steps.  picture: a file for
-    one step by stage.  hardware: as of `search_layouts`.  What is found is kept in the user's cache directory, unless
-    run.compilation_cache=none.  Raises ConfigError for hardware of unknown speed, and if the step cannot be
-    compiled."""
+    price: of a device and hour.
+    tokens: that the run trains on; None for those of train.steps.
+    picture: a file for one step by stage.
+    hardware: as for `search_layouts`.
+
+    Results are cached in the user's cache directory, unless run.compilation_cache=none.  Raises ConfigError for
+    hardware of unknown speed, and if the step cannot be compiled."""
     for name, given, most in (("price", price, LARGEST_PRICE), ("tokens", tokens, LARGEST_TOKENS)):
         if given is not None and (not isinstance(given, (int, float)) or given is True or not 0 < given <= most):
             raise ConfigError(f"{name} is {given!s:.40}: give a number above 0, at most {most:g}.")
@@ -155,11 +156,10 @@ def _preflight(
 
 
 def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None = None) -> Report:
-    """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the devices that are here, and
-    compares its collectives with theory; report["ok"] says whether they agree.
-
-    hlo: a file for the text of the compiled program.  Raises ConfigError if the step cannot be compiled, and
-    OutputError if the file cannot be written."""
+    """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the present devices, and
+    compares its collectives with theory; report["ok"] if they agree.
+    hlo: a file for the text of the compiled program.
+    Raises ConfigError if the step cannot be compiled, and OutputError if the file cannot be written."""
     file = None if hlo is None else Path(hlo)
     if topology is None:
         return _audit(config, None, file)
@@ -179,9 +179,8 @@ def _audit(config: RunConfig, target: Topology | None, hlo: Path | None) -> Repo
 
 
 def train(config: RunConfig) -> Path:
-    """Trains, or resumes, the run in run.dir; returns that directory.
-
-    Raises KeyboardInterrupt if a signal stopped it; what was done is saved then."""
+    """Trains, or resumes, the run in run.dir; returns that directory.  Raises KeyboardInterrupt if a signal stopped it;
+    finished steps are saved then."""
     with StopSignals() as signals:  # from here on: the import below takes seconds
         set_up_devices(config)
         from spmd_lm.training.loop import train
@@ -195,11 +194,13 @@ def train(config: RunConfig) -> Path:
 def evaluate(
     run: str | Path | RunConfig, fallback: bool = False, tasks: Sequence[str] = (), stride: int | None = None
 ) -> dict[str, Any]:
-    """Metrics of a run's newest checkpoint on its validation data.  run: its directory, or a configuration.  fallback:
-    if that checkpoint is damaged, of the newest that is not.
+    """Metrics of a run's newest checkpoint on its validation data.
 
-    tasks: zero-shot tasks, NAME or NAME=PATH, to evaluate in place of the validation data, as in
-    ["validation", "lambada=lambada.jsonl"]; stride: tokens that windows over a text move by (docs/evaluation.md)."""
+    run: its directory, or a configuration.
+    fallback: use the newest undamaged checkpoint.
+    tasks: zero-shot tasks, NAME or NAME=PATH, to evaluate in place of the validation data, as in ["validation",
+      "lambada=lambada.jsonl"].
+    stride: tokens that windows over a text move by (docs/evaluation.md)."""
     config = set_up_devices(_run_config(run))
     if tasks or stride is not None:
         from spmd_lm.evaluation.zero_shot import evaluate_tasks
@@ -211,8 +212,10 @@ def evaluate(
 
 
 def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> str:
-    """`prompt` and what a run's newest checkpoint adds to it.  run: its directory, or a configuration; sampling: fields
-    of generation.sampling.Sampling, such as tokens=100, temperature=0.8."""
+    """`prompt` and its continuation by a run's newest checkpoint.
+
+    run: its directory, or a configuration.
+    sampling: fields of generation.sampling.Sampling, such as tokens=100, temperature=0.8."""
     from spmd_lm.generation.sampling import Sampling
 
     options = Sampling(**sampling)
@@ -223,7 +226,7 @@ def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> 
 
 
 def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[list[Prediction]]":
-    """For each [MASK] in `text`, which hides one token, the `top` likeliest tokens and their probabilities, likeliest
+    """The `top` likeliest tokens for each [MASK] in `text`, which hides one token, with their probabilities, likeliest
     first, by the newest checkpoint of a run of masked_lm.  run: its directory, or a configuration."""
     config = set_up_devices(_run_config(run))
     from spmd_lm.generation.fill_mask import fill_mask_run
@@ -232,8 +235,8 @@ def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[lis
 
 
 def make_model(config: RunConfig) -> "LanguageModel":
-    """The model of a configuration, for a training loop of one's own: see docs/own-loop.md.  ConfigError for one with
-    adapters."""
+    """The model of a configuration, for the user's own training loop: see docs/own-loop.md.  Raises ConfigError for one
+    with adapters."""
     import jax
 
     if config.adapter.kind != "none":
@@ -249,9 +252,9 @@ def make_model(config: RunConfig) -> "LanguageModel":
 
 
 def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
-    """Inside of jax.set_mesh: in this context models are traced with their dimensions sharded over these axes of the
-    mesh, as in axis_rules(batch="data", heads="model", mlp="model", vocab="model").  zero: axes of batch, over which
-    the width of matrices is sharded between their uses (docs/own-loop.md).  Raises LayoutError."""
+    """A context in jax.set_mesh that traces models with their dimensions sharded over these mesh axes, as in
+    axis_rules(batch="data", heads="model", mlp="model", vocab="model").  zero: axes of batch, over which the width of
+    matrices is sharded between their uses (docs/own-loop.md).  Raises LayoutError."""
     import jax
 
     from spmd_lm.active_rules import use_axis_rules
@@ -261,9 +264,8 @@ def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
 
 
 def param_shardings(model: "LanguageModel") -> dict[str, Any]:
-    """How the mesh and the rules of this context shard the parameters of a model: a tree of NamedShardings.
-
-    Raises LayoutError without them, and for sizes that the mesh does not divide."""
+    """Shardings of a model's parameters by the mesh and the rules of this context: a tree of NamedShardings.  Raises
+    LayoutError without them, and for sizes that the mesh does not divide."""
     from spmd_lm.parallel import own_mesh
 
     return own_mesh.param_shardings(model.names, model.shapes, dict(model.modules.rules))
@@ -271,10 +273,8 @@ def param_shardings(model: "LanguageModel") -> dict[str, Any]:
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes an HTML page about a run, or about several laid over each other, and returns its path, by default
-    report.html in the first run's directory.  Starts no devices.
-
-    Raises ConfigError if a directory is no run or the page cannot be written, and CheckpointError if a run's records
-    are damaged; nothing is written then."""
+    report.html in the first run's directory.  Starts no devices.  Raises ConfigError if a directory is no run or the
+    page cannot be written, and CheckpointError if a run's records are damaged; nothing is written then."""
     from spmd_lm.reports.runs import write_report
 
     return write_report([Path(run) for run in runs], None if out is None else Path(out))
@@ -282,7 +282,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
 
 def read_batch(config: RunConfig, step: int = 1) -> "Batch":
     """The rows that the run trains on in a step, from 1 on, under every layout.  Fields are numpy arrays, such as the
-    tokens [train.batch, model.context] that the model reads, and the targets that it predicts."""
+    input tokens [train.batch, model.context], and the targets."""
     from spmd_lm.checkpoints.saved_run import load_run_data
     from spmd_lm.data.corpus import make_loader
 
@@ -296,10 +296,9 @@ def _run_config(run: str | Path | RunConfig) -> RunConfig:
 
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:
-    """The run on these devices, and no others: it simulates them, or none."""
+    """The run on these devices only: it simulates them, or none."""
     return _with_run(config, simulate_devices=target.simulated)
 
 
 def _with_run(config: RunConfig, **changes: Any) -> RunConfig:
-    """With other values of keys of `run`."""
     return config.model_copy(update={"run": config.run.model_copy(update=changes)})

@@ -34,7 +34,7 @@ from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.files import HUB_SCHEME, elsewhere, is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
-from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, leave_job, tells_of_lost_peer
+from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, is_peer_failure, leave_job
 from spmd_lm.runtime.signals import interruptible
 
 
@@ -48,7 +48,6 @@ class Verb(NamedTuple):
 
     @property
     def usage(self) -> str:
-        """Its arguments."""
         if not self.positionals:
             return "[OPTION ...] -- VERB ..."
         more = "[section.key=value ...]" if self.takes_config else f"[{self.positionals[-1]} ...]"
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end_with_parent()
     hide_xla_warnings()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack letters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with interruptible():
@@ -154,15 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_if_peer_is_gone(error: Exception) -> None:
-    """What fails for want of another process of the job, as a save does, tells only that."""
-    if in_a_job() and tells_of_lost_peer(error):
+    """Reports errors caused by a lost process of the job, as a save's may be, as just that."""
+    if in_a_job() and is_peer_failure(error):
         print_line(f"error: {PEER_IS_GONE}", sys.stderr)
         leave_job(int(Exit.PEER_LOST))
 
 
 def end_process(code: int, is_program: bool) -> int:
-    """The exit code of a command that failed.  The program ends here: Python would wait for the threads of libraries,
-    which may not have noticed."""
+    """The exit code of a failed command.  The program ends here: Python would wait for threads of libraries."""
     leave_job(code)
     if is_program:
         flush_streams()
@@ -171,23 +169,22 @@ def end_process(code: int, is_program: bool) -> int:
 
 
 def set_up_process() -> None:
-    """For the program, not for a function of another one."""
+    """Sets up the program; functions called by another one must not."""
     open_closed_streams()
-    sys.stderr = unfailing(sys.stderr)  # on which libraries print too
+    sys.stderr = unfailing(sys.stderr)  # libraries print to it too
     quiet_libraries()
 
 
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError with a suggestion, in place of printing the usage and exiting."""
 
-    arguments: Sequence[str] = ()
-    """The arguments that are being parsed."""
+    arguments: Sequence[str] = ()  # being parsed
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. {self.suggestion(message)}")
 
     def suggestion(self, message: str) -> str:
-        """How to fix the error that argparse reports in `message`."""
+        """Advice on the error that argparse reports in `message`."""
         known = self._option_string_actions
         for option, value in itertools.pairwise(self.arguments):
             if message == f"argument {option}: expected one argument" and value.startswith("-") and value not in known:
@@ -206,7 +203,7 @@ class Parser(argparse.ArgumentParser):
         return f"See {self.prog} --help."
 
     def paths_among(self, arguments: Arguments) -> Iterator[tuple[str, str]]:
-        """The arguments that may be paths: all but free text, keys, topologies and choices; and what each is called."""
+        """Names and values of arguments that may be paths: all but free text, keys, topologies and choices."""
         for action in self._actions:
             given = getattr(arguments, action.dest, None)
             if action.dest in ("overrides", "topology") or action.metavar == "TEXT" or action.choices or not given:

@@ -8,8 +8,6 @@ from typing import Any
 
 
 class Exit(enum.IntEnum):
-    """The exit code of every verb."""
-
     DONE = 0  # done
     CHECK_FAILED = 1  # a check failed
     CONFIG = 2  # configuration, or a directory that cannot be written
@@ -28,7 +26,7 @@ class UserError(ValueError):
     code = Exit.CONFIG
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without __init__, whose parameters are not `args`."""
+        """Pickles without __init__, whose parameters are not `args`."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
@@ -45,11 +43,11 @@ class OutputError(UserError):
 
 
 class LayoutError(ConfigError):
-    """A layout by which the model, the batch or the devices are not divisible."""
+    """A layout that does not divide the model, the batch or the devices."""
 
 
 class CompilerError(ConfigError):
-    """A step that a compiler refuses.  reason: what it says.  out_of_memory: whether devices have too little for it."""
+    """A step that a compiler refuses.  reason: the compiler's.  out_of_memory: the devices have too little."""
 
     def __init__(self, problem: str, reason: str, out_of_memory: bool):
         self.reason, self.out_of_memory = reason, out_of_memory
@@ -75,8 +73,8 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that was complete once and is not what was saved.  Neither a lack of permission or of memory nor an
-    error of the disk is damage: what was saved may still be there."""
+    """A checkpoint that was complete and differs from what was saved.  Missing permission, memory exhaustion and disk
+    errors are not damage: the data may still be intact."""
 
     def __init__(self, directory: Path, what: str):
         self.directory, self.what = directory, what

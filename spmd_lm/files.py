@@ -1,7 +1,7 @@
-"""Files that others may have put where they are: read within bounds, and written without following a link.
+"""Safe file access where others may have put files: reads are bounded, and writes follow no links.
 
-A pipe or a device may never end, a file may be larger than the memory, and a link in a directory that others write to
-may lead to any file of ours.  What is refused is an OSError, whose `strerror` says why."""
+A pipe or a device may never end, a file may be larger than memory, and a link in a directory that others write to may
+lead to any file of ours.  A refusal is an OSError, whose `strerror` gives the reason."""
 
 import errno
 import grp
@@ -18,11 +18,11 @@ from typing import Any
 
 MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
 HUB_SCHEME = "hf://"  # of a model that `spmd-lm import` downloads
-MAX_VALUES = 3_000_000  # of a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
+MAX_VALUES = 3_000_000  # in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """An opener for `open`, of regular files alone.  One that is written to must not be a link."""
+    """An opener for `open` that accepts only regular files, and no links when writing."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
     try:
@@ -43,8 +43,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def elsewhere(path: str) -> str:
-    """Why this names no file of this machine, as s3://bucket/run does not; '' if it may.  Path makes one slash of
-    two."""
+    """The reason why this is not a local path, as s3://bucket/run; '' if it may be.  Path turns two slashes into
+    one."""
     if not (scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)", path)):
         return ""
     if scheme[0].lower() == "file:":
@@ -55,7 +55,7 @@ def elsewhere(path: str) -> str:
 
 
 def is_name(path: str) -> bool:
-    """Whether a file can have this name, which says nothing of whether there is one."""
+    """True if a file can have this name, whether or not there is one."""
     try:
         os.lstat(path)
     except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ def is_name(path: str) -> bool:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """The bytes of a regular file that has at most so many."""
+    """The bytes of a regular file that has at most `most`."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -73,7 +73,7 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """The value that the text stands for.  ValueError, with the reason, if there is none or it has too many parts."""
+    """Parses JSON.  Raises ValueError, with the reason, if it is invalid or has too many values."""
     require_few_values(text)
     try:
         return json.loads(text)
@@ -82,14 +82,14 @@ def parse_json(text: bytes) -> Any:
 
 
 def require_few_values(text: bytes) -> None:
-    """ValueError for JSON of more than MAX_VALUES."""
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # of 100 bytes each and more
+    """Raises ValueError for JSON with more than MAX_VALUES."""
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # each takes 100 bytes or more
         raise ValueError(f"it has more than {MAX_VALUES:,} values")
 
 
 def walk(top: str | Path, strict: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walks like os.walk, however deep the directories are: in Python 3.11 that calls itself for each level.  OSError
-    for a directory that cannot be looked into, unless `strict` is false."""
+    """Walks like os.walk, at any depth: Python 3.11's recurses at each level.  Raises OSError for an unreadable
+    directory, unless `strict` is false."""
 
     def fail(error: OSError) -> None:
         if strict:
@@ -104,14 +104,14 @@ def walk(top: str | Path, strict: bool = True) -> Iterator[tuple[str, list[str],
 
 
 def walk_files(directory: Path) -> Iterator[Path]:
-    """The regular files below a directory, sorted.  OSError for what cannot be looked into, which rglob leaves out."""
+    """The regular files below a directory, sorted.  Raises OSError for unreadable directories, which rglob skips."""
     for root, directories, names in walk(directory):
         directories.sort()
         for path in (Path(root, name) for name in sorted(names)):
             try:
                 is_regular = stat.S_ISREG(os.stat(path).st_mode)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ELOOP):  # those of a link that leads nowhere
+                if error.errno not in (errno.ENOENT, errno.ELOOP):  # those of a broken link
                     raise
                 is_regular = False
             if is_regular:
@@ -119,8 +119,9 @@ def walk_files(directory: Path) -> Iterator[Path]:
 
 
 def require_own(directory: Path, or_sticky: bool = False) -> None:
-    """OSError if another user could replace what is in the directory, or, by way of one above it, the directory.
-    or_sticky: as in /tmp nobody can."""
+    """Raises OSError if another user could replace the directory's contents, or the directory itself through one above
+    it.
+    or_sticky: accept a sticky directory, as /tmp, where nobody can."""
     path, target = Path(os.path.abspath(directory)), Path(os.path.realpath(directory))
     for each in dict.fromkeys((path, target, *path.parents, *target.parents)):
         found, is_above = each.stat(), each not in (path, target)
@@ -128,8 +129,8 @@ def require_own(directory: Path, or_sticky: bool = False) -> None:
         others_write = found.st_mode & (group | stat.S_IWOTH)
         sticky = found.st_uid in (0, os.getuid()) and found.st_mode & stat.S_ISVTX
         if others_write and not (sticky and (or_sticky or is_above)):
-            how = "chmod go-w it" if is_above else "chmod 700 it"
-            raise OSError(errno.EPERM, f"other users can write to it: {how}", str(each))
+            advice = "chmod go-w it" if is_above else "chmod 700 it"
+            raise OSError(errno.EPERM, f"other users can write to it: {advice}", str(each))
         if not is_above and found.st_uid != os.getuid() and not (sticky and or_sticky):
             raise OSError(errno.EPERM, "it is another user's", str(each))
         if each.is_symlink() and each.lstat().st_uid not in (0, os.getuid()):
@@ -137,7 +138,7 @@ def require_own(directory: Path, or_sticky: bool = False) -> None:
 
 
 def _is_of_user_alone(group: int) -> bool:
-    """Whether it is the group that many systems give each user, with which all that they make is group-writable."""
+    """True for the group that many systems give each user, which may write to all that the user creates."""
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
         return grp.getgrgid(group).gr_name == name and {*grp.getgrgid(group).gr_mem} <= {name}
@@ -145,20 +146,19 @@ def _is_of_user_alone(group: int) -> bool:
         return False
 
 
-def memory_bytes() -> int:
-    """Of this host."""
+def memory_bytes() -> int:  # of this host
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def create(path: Path) -> Any:
-    """A new file of this name, open to be written.  What has the name is removed: a link, and not where it leads."""
+    """A new file of this name, open for writing; removes an existing file or link, but not a link's target."""
     with suppress(FileNotFoundError):
         path.unlink()
     return open(path, "xb")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file's content; a reader, or a crash, sees the old one or the new one, never a part."""
+    """Replaces the file's content; a reader, or a crash, sees the old content or the new, never a part."""
     partial = path.with_name(path.name + ".tmp")
     try:
         with create(partial) as file:
@@ -168,15 +168,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial.replace(path)
     except OSError:
         with suppress(OSError):
-            partial.unlink()  # it takes room, where there may be none
+            partial.unlink()  # it takes up space, which may be short
         raise
 
 
 def require_inside(path: Path) -> None:
-    """OSError for a link that leads out of its directory; of a Hugging Face hub's cache, out of that model's.
-
-    There a snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH; and that may be
-    one to what all models of the cache share, ../../blobs/HA/HASH."""
+    """Raises OSError for a link out of its directory or, in a Hugging Face hub's cache, out of that model's.  There a
+    snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH, which may link in turn to
+    a store shared by all models, ../../blobs/HA/HASH."""
     directory, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
     hub = (each for each in directory.parents if each.name.startswith("models--"))
     root = next((each for each in hub if directory.is_relative_to(each / "snapshots")), directory)

@@ -1,4 +1,4 @@
-"""Runs the Python file of a module of one's own, once."""
+"""Runs the Python file of a user's own module, once."""
 
 import sys
 import traceback
@@ -10,8 +10,8 @@ from spmd_lm.errors import ConfigError
 
 
 def load_object(text: str) -> Any:
-    """What `path.py:Name@hash` names.  Raises ConfigError for a file that was changed, that cannot be imported, or that
-    does not define it."""
+    """The object named by `path.py:Name@hash`.  Raises ConfigError for a file that was changed, that cannot be
+    imported, or that does not define it."""
     ref = ModuleRef.parse(text)
     ref = ref if ref.hash else ModuleRef.parse(sealed(text))
     try:
@@ -21,13 +21,13 @@ def load_object(text: str) -> Any:
 
 
 def _run(ref: ModuleRef) -> ModuleType:
-    """The module of this file, or of another one with the same bytes that ran before."""
+    """The module of this file, or of a file with the same bytes that ran before."""
     name = f"spmd_lm_own_{ref.hash}"
     if name in sys.modules:
         return sys.modules[name]
     code, module = compile(ref.read(), ref.path, "exec"), ModuleType(name)
     module.__file__ = ref.path
-    sys.modules[name] = module  # what it defines may look its own module up, as dataclasses do
+    sys.modules[name] = module  # its definitions may look it up, as dataclasses do
     try:
         exec(code, module.__dict__)
     except Exception as error:
@@ -39,6 +39,6 @@ def _run(ref: ModuleRef) -> ModuleType:
 
 
 def line_in(path: str, error: BaseException) -> str:
-    """`, line N`, the last one of this file that the traceback passes; '' if it passes none."""
+    """`, line N`, the last line of this file in the traceback; '' if there is none."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return f", line {lines[-1]}" if lines else ""

@@ -1,7 +1,7 @@
-"""An optax rule of one's own: the direction in which parameters move, as optax.scale_by_adam makes it.
+"""The user's own optax rule: the direction in which parameters move, as from optax.scale_by_adam.
 
-A device updates its own shards, so a rule may read nothing but the entry that it updates, and its state may hold
-nothing but values per entry and scalars.  Whether it does is tried out."""
+A device updates its own shards, so a rule may read only the entry that it updates, and its state may hold only values
+per entry and scalars.  A trial checks this."""
 
 import functools
 from collections.abc import Iterator
@@ -17,22 +17,18 @@ from spmd_lm.config.schema import CustomOptimizer, OptimizerConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.own_module import load_object
 
-TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}
-"""Of a rule's trial, as biases and norms, tables, and stacks of layers have them."""
+TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}  # of biases and norms, tables, stacked layers
 TRIAL_STEPS = 3
 
 
 class CountedState(NamedTuple):
-    """count: int32, updates so far.  inner: the trees like the parameters and the scalars of the rule's own state, by
-    their numbers: checkpoints hold no tuples."""
-
-    count: Any
-    inner: dict[str, Any]
+    count: Any  # int32, updates so far
+    inner: dict[str, Any]  # leaves of the rule's own state by number: checkpoints hold no tuples
 
 
 @functools.lru_cache(maxsize=8)
 def own_rule(module: str) -> optax.GradientTransformation:
-    """The rule that a function of one's own returns, with a count of its updates.  ConfigError for one that cannot be
+    """The rule that a user's function returns, with a count of its updates.  Raises ConfigError for one that cannot be
     computed shard by shard, or that contains a learning rate."""
     ref = ModuleRef.parse(module)
     where = f"optim.module={ref.path}:{ref.name}"

@@ -1,7 +1,6 @@
-"""Resolves a configuration, with what it leaves to `auto`: its layout, plan and model.
+"""Resolves a configuration, including its `auto` settings, into a layout, a plan and a model.
 
-Below this module models and parallelism take sections of a configuration at most, never all of it; above it a step
-takes what is made here."""
+Modules below this one take at most sections of a configuration, never all of it; above it a step takes the results."""
 
 import dataclasses
 import functools
@@ -32,7 +31,7 @@ from spmd_lm.runtime.formatting import format_bytes
 
 
 def layout_on(config: RunConfig, devices: int) -> Layout:
-    """The layout that `config` asks for on so many devices.  LayoutError where something does not divide."""
+    """The layout of `config` on this many devices.  Raises LayoutError if something is not divisible."""
     if problems := check_devices(config, devices):
         raise LayoutError(*problems)
     degrees = config.parallel.degrees
@@ -47,8 +46,8 @@ def make_model(
     modules: ModelModules | None = None,
     device_kind: str = "",
 ) -> LanguageModel:
-    """The model of `config` as a step of `plan` runs it, or one of its user's own.  modules: default those of
-    `modules_of_model`.  device_kind: default that of `plan`."""
+    """The model of `config`, as a step of `plan` runs it, or for a user's own use.
+    modules: default `modules_of_model`.  device_kind: default that of `plan`."""
     modules = modules or modules_of_model(config.model, config.objective)
     if config.train.eval_every and not modules.has_eval_sums:
         head = getattr(modules.head, "__name__", modules.head)
@@ -77,9 +76,11 @@ def enable_float64(config: RunConfig) -> None:
 def abstract_plan(
     config: RunConfig, devices: int, platform: str, kind: str, modules: ModelModules | None = None
 ) -> Plan:
-    """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
-    there is none.  Switches float64 on, for the whole process, if the config asks for it.  kind: of the devices, as jax
-    calls it, on which some of the defaults depend.  modules: as of `make_model`."""
+    """The plan of `config` on devices that need not exist; its mesh is abstract.  Switches float64 on, for the whole
+    process, if the config asks for it.  Raises LayoutError if there is no plan.
+
+    kind: jax's name of the devices, on which some defaults depend.
+    modules: as for `make_model`."""
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
     model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
@@ -115,8 +116,10 @@ def abstract_plan(
 
 @functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
 def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, frozen: str | None, **fields: Any) -> Plan:
-    """frozen: the dtype of what is not trained; None for the model's.  fields: of Plan.  Shapes depend on x64 too,
-    which `enable_float64` has set by now where the model needs it."""
+    """frozen: the dtype of frozen parameters; None for the model's.
+    fields: of Plan.
+
+    Shapes depend on x64 too, which `enable_float64` has already set if the model needs it."""
     plan = Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
     return plan if frozen is None else plan.with_frozen(frozen)
 

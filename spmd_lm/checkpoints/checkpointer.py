@@ -1,9 +1,9 @@
 """Checkpoints: the canonical state after a step and what is needed to resume from it, written and verified.
 
-Orbax, which writes the arrays, notices neither that a background save failed, unless somebody waits for it, nor that
-what it reads is not what it wrote.  So every save is followed up between steps, a checkpoint counts once its record is
-written, which holds a fingerprint of every array, taken on the devices before the save, and what is restored is
-compared with it (ADR 0017)."""
+Orbax, which writes the arrays, does not report a failed background save unless somebody waits for it, and does not
+verify what it reads.  So every save is followed up between steps; a checkpoint counts once its record is written, which
+holds a fingerprint of every array, taken on the devices before the save; and restored arrays are compared with it (ADR
+0017)."""
 
 import dataclasses
 import os
@@ -41,11 +41,11 @@ from spmd_lm.checkpoints.leaves import (
     canonical_array,
     changed_moments,
     compare_shapes,
+    describe_moments,
     moment_of,
     one_leaf,
     present_fields,
     saved_shapes,
-    say_moments,
 )
 from spmd_lm.checkpoints.record import (
     CheckpointRecord,
@@ -62,16 +62,18 @@ from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteErr
 from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import is_number, lower_is_better
-from spmd_lm.runtime.processes import collect
+from spmd_lm.runtime.processes import allgather_objects
 from spmd_lm.step.state import OPTIONAL_FIELDS
 
 Config = dict[str, Any]  # a RunConfig as JSON
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "", rules: int = RULES) -> Meta:
-    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it.  A
-    run adds `figures`, of the step.
-    vocabulary: its hash; '' if there is none, or the run keeps its file.  rules: that made tokens of documents."""
+    """The metadata of a checkpoint: resolved config, position in the data, and versions.  A run adds the step's
+    `figures`.
+
+    vocabulary: its hash; '' if there is none, or the run keeps its file.
+    rules: of documents to tokens."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
     data = {"samples": num_samples, "fingerprint": fingerprint, "vocabulary": vocabulary, "rules": rules}
@@ -83,17 +85,19 @@ class Saving:
     """A save in progress."""
 
     record: CheckpointRecord
-    abstract: dict[str, Tree]  # to read it back; {} if nobody does
-    ended: Future[None]  # the record is written
+    abstract: dict[str, Tree]  # to read it back; {} if not needed
+    ended: Future[None]  # done once the record is written
 
 
 class Checkpointer:
     """The checkpoints under `directory`.
 
-    Only `save`, `wait`, `close` and `quarantine` change anything, so that other processes can read a running job's
-    directory.  Of a job's processes the first one alone renames, deletes and writes records, unless each has a
-    `directory` of its own.  run_id: of the run that saves; '' if any run's checkpoints will do.  log: for what a user
-    should know."""
+    Only `save`, `wait`, `close` and `quarantine` change anything, so other processes can read a running job's
+    directory.  Only the first process of a job renames, deletes and writes records, unless each has its own
+    `directory`.
+
+    run_id: of the run that saves; '' accepts any run's checkpoints.
+    log: prints messages for the user."""
 
     def __init__(
         self,
@@ -106,12 +110,12 @@ class Checkpointer:
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
         self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
         self.storage = storage or OrbaxStorage()
-        self._background = ThreadPoolExecutor(1, "checkpoint")  # what would hold up the next step
+        self._background = ThreadPoolExecutor(1, "checkpoint")  # for work that would delay the next step
         self._deletions: list[Future[str]] = []
         self._saving: Saving | None = None
         self._saved_step: int | None = None
-        self._removed: CheckpointError | None = None  # the last save, if somebody removed it while it was written
-        self._ignored: set[int] = set()  # steps of other runs, which the log has named
+        self._removed: CheckpointError | None = None  # the last save, if it was removed while it was written
+        self._ignored: set[int] = set()  # steps of other runs, already logged
 
     @property
     def _writes_records(self) -> bool:
@@ -121,13 +125,12 @@ class Checkpointer:
         return self.directory / str(step)
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, damaged ones included, ascending.  A directory that holds no checkpoint
-        does not count, whatever its name; nor does another run's, if run_id is known."""
+        """Steps of complete checkpoints, damaged ones included, ascending; other directories and, if run_id is known,
+        other runs' checkpoints are ignored."""
         steps = [parse_step(path.name) for path in entries(self.directory)]
         return sorted(step for step in steps if step is not None and self._is_ours(step))
 
     def _is_ours(self, step: int) -> bool:
-        """Whether it is a checkpoint, and of no other run."""
         path = self.path(step)
         if not is_checkpoint(path):
             return False
@@ -146,7 +149,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def record(self, step: int) -> CheckpointRecord:
-        """DamagedCheckpointError if it, or the size of a file, is not what was written, the second time too."""
+        """Raises DamagedCheckpointError if the record, or the size of a file, is wrong on a second attempt too."""
         with suppress(DamagedCheckpointError):
             return self._read_record(step)
         return self._read_record(step)
@@ -158,13 +161,13 @@ class Checkpointer:
         return record
 
     def agreed_record(self, step: int) -> CheckpointRecord:
-        """As `record`, in all processes of the job or in none."""
+        """`record`, in all processes of the job or in none."""
         record, problem = None, ""
         try:
             record = self.record(step)
         except DamagedCheckpointError as damage:
             problem = damage.what
-        if problem := next(filter(None, collect(f"record of {step}", problem)), ""):
+        if problem := next(filter(None, allgather_objects(f"record of {step}", problem)), ""):
             raise DamagedCheckpointError(self.path(step), problem)
         assert record is not None
         return record
@@ -176,23 +179,23 @@ class Checkpointer:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`.
 
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
-        DamagedCheckpointError, naming leaves or files, if a second attempt to read it fails too.  Of the
-        OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None.  Moments of parameters that are frozen
-        now are not read, and those of parameters that were frozen are left out; the log has both."""
+        DamagedCheckpointError, naming leaves or files, if a second attempt to read fails too.  Of the OPTIONAL_FIELDS
+        an extra one is not read, and a missing one becomes None.  Moments of newly frozen parameters are not read, and
+        those of newly trained ones are left out; both are logged."""
         fields = self._restore_fields(step, present_fields(abstract_state))
         return fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
-        """The parameters of `step` alone, a third of the state, as `restore` would return them."""
+        """The parameters of `step` alone, a third of the state."""
         return self._restore_fields(step, {"params": abstract_params}, partial=True)["params"]
 
     def param_shapes(self, step: int) -> Shapes:
-        """The canonical shapes and dtypes of the parameters of `step`."""
+        """Canonical shapes and dtypes of the parameters of `step`."""
         shapes = saved_shapes(self.record(step)).items()
         return {path.removeprefix("params."): leaf for path, leaf in shapes if path.startswith("params.")}
 
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
-        """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
+        """Some parameters of `step`.  Each must exist, in this shape."""
         nested = unflatten_dict(abstract_params, sep=".")
         loaded = self._load(self.agreed_record(step), {"params": nested})
         return flatten_dict(loaded["params"], sep=".")
@@ -203,7 +206,7 @@ class Checkpointer:
         return jax.tree.leaves(leaf)[0]
 
     def leaf_problem(self, record: CheckpointRecord, path: str) -> str:
-        """What is wrong with one array, read on one device; '' if nothing is."""
+        """The damage of one array, read on one device; '' if it is intact."""
         try:
             with self.reading(record.step) as directory:
                 loaded = self.storage.load(directory, one_leaf(record, path))
@@ -212,12 +215,12 @@ class Checkpointer:
         return self._difference(record, loaded)
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
-        """Saves, in the background if asynchronous.  NonFiniteError, and nothing is written, if a number of the state
-        is not finite.  CheckpointError if this save or the one before it failed."""
+        """Saves, in the background if asynchronous.  Raises NonFiniteError, without writing, if a number of the state
+        is not finite; CheckpointError if this save or the one before it failed."""
         self.wait()
         self._finish_deletions()
         if not self.storage.shared:  # no process deletes what another one may still need
-            collect(f"saved before {step}", None)
+            allgather_objects(f"saved before {step}", None)
         fields = present_fields(state)
         prints, finite = fingerprints(fields)
         if not finite:
@@ -237,9 +240,9 @@ class Checkpointer:
             self.wait()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Waits for the save in progress, at most so long, and makes it count; returns the step of the last save that
-        does.  Called between steps, where a failed save surfaces: CheckpointError.  In a job of one process a save that
-        somebody removed while it was written is told, and an error at the end alone: the next one may count."""
+        """Waits up to `seconds` for the save in progress and commits it; returns the step of the last committed save.
+        Called between steps, to surface a failed save: CheckpointError.  In a job of one process, a save that was
+        removed while it was written is logged, and is an error only at the end: the next one may succeed."""
         if (saving := self._saving) is None:
             return self._saved_step
         if not futures.wait([saving.ended], seconds).done:
@@ -261,8 +264,7 @@ class Checkpointer:
         return self._saved_step
 
     def close(self) -> None:
-        """Waits for the save in progress, as `wait` does, and until the oldest checkpoints are deleted.
-        CheckpointError if the last save does not count."""
+        """Waits, as `wait` does, also for deletions.  Raises CheckpointError if the last save did not succeed."""
         self.wait()
         self._finish_deletions()
         if self._removed:
@@ -277,8 +279,8 @@ class Checkpointer:
             self._log(message)
 
     def _write_record(self, record: CheckpointRecord, response: Response) -> None:
-        """Once the arrays are written.  In the background: a file system like ext4 has to write all that was written
-        before, until the disk has the record."""
+        """Writes the record after the arrays, in the background: on file systems like ext4, flushing it waits for all
+        earlier writes."""
         response.result()
         if self._writes_records:
             partial = self.path(record.step).with_suffix(SAVING)
@@ -286,12 +288,12 @@ class Checkpointer:
             record.write(partial)
 
     def _commit(self, saving: Saving) -> None:
-        """Renames a save that has ended, and deletes the oldest checkpoints."""
+        """Renames a finished save, and deletes the oldest checkpoints."""
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
             problem = self._difference(record, self.storage.load(partial, saving.abstract))
-            if problem := next(filter(None, collect(f"read back {step}", problem)), ""):
+            if problem := next(filter(None, allgather_objects(f"read back {step}", problem)), ""):
                 raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
             return
@@ -305,7 +307,7 @@ class Checkpointer:
             self._deletions.append(self._background.submit(delete, doomed))
 
     def _best_step(self, steps: list[int]) -> int | None:
-        """The one whose figure of checkpoint.keep_best is the best, of equals the first; None if none has it."""
+        """The step with the best figure of checkpoint.keep_best, the first among equals; None without any."""
         name = self._options.keep_best
         if name is None:
             return None
@@ -314,7 +316,7 @@ class Checkpointer:
         return max((step for step in steps if is_number(figures[step])), key=lambda s: sign * figures[s], default=None)
 
     def intact_steps(self) -> list[int]:
-        """The steps whose record and files are as they were written, ascending.  No array is read."""
+        """Steps with intact records and file sizes, ascending.  No array is read."""
 
         def is_intact(step: int) -> bool:
             try:
@@ -325,18 +327,18 @@ class Checkpointer:
         return [step for step in self.steps() if is_intact(step)]
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
-        """Moves a damaged checkpoint aside, and says so.  Called in all processes of the job."""
+        """Moves a damaged checkpoint aside, and logs it.  Called in all processes of the job."""
         name = ""
         if self._writes_records:
             try:
                 name = move_aside(damage.directory, CORRUPT).name
             except OSError as error:
                 raise CheckpointError(f"{damage} It cannot be moved aside: {error.strerror}.") from error
-        (name, *_) = collect("quarantine", name)
+        (name, *_) = allgather_objects("quarantine", name)
         self._log(f"{damage} It was moved to {name}.")
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
-        """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
+        """Fields of a saved state, None for missing OPTIONAL_FIELDS.  partial: ignore all other saved fields."""
         record = self.agreed_record(step)
         shapes = saved_shapes(record)
         saved = {path.split(".")[0] for path in shapes}
@@ -360,11 +362,11 @@ class Checkpointer:
                 is_leaf=lambda x: isinstance(x, dict),
             )
         loaded = self._load(record, present)
-        self._log_each(*(f"{self.path(step)}: {line}." for line in say_moments(new, unread)))
+        self._log_each(*(f"{self.path(step)}: {line}." for line in describe_moments(new, unread)))
         return dict.fromkeys(fields) | loaded
 
     def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree]) -> dict[str, Tree]:
-        """Reads again what was damaged: the fault may be that of a reader, or of one process alone."""
+        """Retries once after damage: the fault may be a reader's, or one process's alone."""
         step, path = record.step, self.path(record.step)
         for attempt in (1, 2):
             loaded, problem = {}, ""
@@ -373,7 +375,9 @@ class Checkpointer:
                     loaded = self.storage.load(path, abstract_fields)
             except DamagedCheckpointError as damage:
                 problem = damage.what
-            problem = next(filter(None, collect(f"load {step} {attempt}", problem)), "")  # comparing takes all
+            problem = next(
+                filter(None, allgather_objects(f"load {step} {attempt}", problem)), ""
+            )  # comparing takes all
             if self._options.verify and not problem:
                 problem = self._difference(record, loaded)
             if not problem:
@@ -383,7 +387,7 @@ class Checkpointer:
         raise DamagedCheckpointError(path, problem)
 
     def _difference(self, record: CheckpointRecord, loaded: dict[str, Tree]) -> str:
-        """Which leaves are not the bits that were saved; '' if all are."""
+        """The leaves that differ from what was saved, in a sentence; '' if none do."""
         found, _ = fingerprints(loaded)
         wrong = [name for name, value in found.items() if value != record.leaves[name].fingerprint]
         return f"{abbreviate(wrong)}: not the bits that were saved" if wrong else ""
@@ -394,7 +398,7 @@ class Checkpointer:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[Path]:
-        """Tells damage from other failures to read."""
+        """Distinguishes damage from other failures to read."""
         path = self.path(step)
         try:
             yield path
@@ -421,5 +425,5 @@ class Checkpointer:
 
 
 def new_run_id() -> str:
-    """Random, the same in all processes of the job."""
-    return collect("run_id", secrets.token_hex(8))[0]
+    """A random id, the same in all processes of the job."""
+    return allgather_objects("run_id", secrets.token_hex(8))[0]

@@ -1,4 +1,4 @@
-"""Why a checkpoint cannot be read or written: whether its files are damaged, or cannot be read now."""
+"""Classifies failures to read or write a checkpoint: damaged files, or files that cannot be read now."""
 
 import errno
 from pathlib import Path
@@ -8,19 +8,19 @@ import jax
 from spmd_lm.files import walk_files
 
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
-"""What an error says of which nothing follows about the files: TensorStore's have no errno.  XLA's are of a device, or
-of a collective."""
+"""Words in errors that say nothing about the files: TensorStore's have no errno; XLA's concern a device or a
+collective."""
 
 
 def root_cause(error: BaseException) -> str:
-    """Its first line: orbax wraps every failure to load in a long error about handlers."""
+    """The first line of the original error: orbax wraps load failures in a long error about handlers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
 def unreadable(path: Path, error: BaseException) -> str:
-    """Why the files of `path` cannot be read now; '' if all can, so that an error to decode them is their damage."""
+    """The reason why files of `path` cannot be read now; '' if all can, so that a decoding error means damage."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)

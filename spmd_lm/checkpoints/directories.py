@@ -1,10 +1,10 @@
-"""The directories beside each other in checkpoints/: which are checkpoints, and what becomes of the others.
+"""Directories in checkpoints/, by their names.
 
-STEP            a checkpoint: it was renamed to this name when it was complete
+STEP            a complete checkpoint, renamed to this name
 STEP.saving     a save in progress, or one that was killed
 STEP.deleting   one of the oldest, on its way out
 STEP.corrupt    a damaged checkpoint, which training moved aside
-STEP.foreign    what was in the way of a checkpoint"""
+STEP.foreign    another file or directory that was in the way of a checkpoint"""
 
 import errno
 import os
@@ -17,12 +17,12 @@ from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
 
-BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's own ending, before all processes have written
+BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's suffix, before all processes have written
 
 
 def entries(directory: Path) -> list[Path]:
-    """What is in a directory; nothing if it is not there.  CheckpointError if that cannot be seen: glob finds nothing
-    then either."""
+    """Sorted contents of a directory, empty if it does not exist.  Raises CheckpointError if it cannot be read, where
+    glob would find nothing."""
     try:
         return sorted(directory / name for name in os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -32,13 +32,13 @@ def entries(directory: Path) -> list[Path]:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of the checkpoint whose directory has this name; None if no checkpoint has it."""
+    """The step that a checkpoint's directory name stands for; None for other names."""
     step = parse_count(name)
     return step if str(step) == name else None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is one, or was: it may be damaged."""
+    """True for a checkpoint, even a damaged one."""
     try:
         return not {RECORD_FILE, "state"}.isdisjoint(os.listdir(path))
     except OSError as error:
@@ -47,19 +47,19 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def foreign_names(directory: Path) -> list[str]:
-    """The names of files and directories that could be a checkpoint's, but are none."""
+    """Names that could be a checkpoint's, but are not."""
     names = [path.name for path in entries(directory) if path.name.isdecimal()]
     return sorted(name for name in names if parse_step(name) is None or not is_checkpoint(directory / name))
 
 
-def say_damaged(directory: Path) -> str:
-    """Which checkpoints were damaged, and moved aside; '' if none were."""
+def describe_damage(directory: Path) -> str:
+    """A sentence about the damaged checkpoints that were moved aside; '' if none were."""
     names = [path.name for path in entries(directory) if CORRUPT in path.name]
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged" if names else ""
 
 
 def move_aside(path: Path, suffix: str) -> Path:
-    """Renames STEP to STEP.corrupt, or to STEP.corrupt.2 if there is one, and so on."""
+    """Renames STEP to STEP.corrupt, or to STEP.corrupt.2 if that exists, and so on."""
     names = (path.with_name(f"{path.name}{suffix}{number}") for number in ("", *(f".{n}" for n in range(2, 10_000))))
     free = next(name for name in names if not os.path.lexists(name))
     path.rename(free)
@@ -67,7 +67,7 @@ def move_aside(path: Path, suffix: str) -> Path:
 
 
 def remove_unfinished(directory: Path) -> list[str]:
-    """Deletes what a killed process was saving or deleting.  Messages about what cannot be deleted."""
+    """Deletes unfinished saves and deletions of a killed process; returns messages about failures."""
     messages = []
     for path in entries(directory):
         number, dot, rest = path.name.partition(".")
@@ -78,7 +78,8 @@ def remove_unfinished(directory: Path) -> list[str]:
 
 
 def delete(path: Path) -> str:
-    """A message if it cannot be deleted, as on NFS while somebody reads it: the next save tries again."""
+    """Deletes a file or directory; returns a message on failure, as on NFS while somebody reads it: the next save
+    retries."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

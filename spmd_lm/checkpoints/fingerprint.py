@@ -1,7 +1,7 @@
-"""A fingerprint of an array's bits: the same on every mesh, and another one if the array is damaged.
+"""A fingerprint of an array's bits: equal on every mesh, and different if the array is damaged.
 
-Each 32-bit word is mixed with its position in the array by steps that can be undone, those of MurmurHash3's finalizer,
-so that a change of one word always changes the first sum.  Of changes of many words one in 2^64 goes unnoticed."""
+Each 32-bit word is mixed with its position by invertible steps, those of MurmurHash3's finalizer, so a change of one
+word always changes the first sum.  One in 2^64 changes of several words goes unnoticed."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def positions(shape: tuple[int, ...]) -> jax.Array:
-    """Each element's index in row-major order, modulo 2^32.  One iota a dimension, which a sharding divides."""
+    """Row-major index of each element, modulo 2^32; one iota per dimension, so that sharding divides it."""
     index = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         below = math.prod(shape[dim + 1 :]) % 2**32
@@ -40,15 +40,14 @@ def positions(shape: tuple[int, ...]) -> jax.Array:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """The fingerprint of `x`, uint32 [2]."""
+    """uint32 [2]."""
     return measure(x)[0]
 
 
 @jax.jit
 def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The fingerprint of `x`, and whether all its numbers are finite.
-
-    One reduction of all three: each alone takes XLA's CPU compiler as long as three together, or longer."""
+    """The fingerprint of `x`, and whether all its numbers are finite.  One reduction for all three: XLA's CPU compiler
+    takes as long, or longer, for each alone."""
     word = words(x)
     position = positions(word.shape)
     mixed = (word ^ (position * jnp.uint32(GOLDEN))) * jnp.uint32(MURMUR_1)
@@ -66,9 +65,8 @@ def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
-    """The fingerprint of each leaf, 16 hexadecimal digits by path; and whether all its numbers are finite.
-
-    One pass over the arrays, on their devices; every process gets the same."""
+    """Fingerprints of all leaves, 16 hexadecimal digits by path; and whether all numbers are finite.  One pass over the
+    arrays, on their devices; every process gets the same result."""
     measured = jax.device_get({path: measure(leaf) for path, leaf in leaves_by_path(tree).items()})
     prints = {path: "".join(f"{int(number):08x}" for number in mixed) for path, (mixed, _) in measured.items()}
     return prints, all(finite for _, finite in measured.values())

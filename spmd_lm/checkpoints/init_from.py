@@ -1,4 +1,4 @@
-"""Warm start: a run's first state from another run's parameters, newly initialized where that run has none."""
+"""Warm start: a run's first state from another run's parameters, with parameters that it lacks initialized."""
 
 from pathlib import Path
 
@@ -22,21 +22,23 @@ from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
-SHARED_HEAD = ("head.norm", "head.pooler")
-"""Parts of the head that have the same meaning under several objectives."""
+SHARED_HEAD = ("head.norm", "head.pooler")  # parts of the head with the same meaning under several objectives
 
-POSITIONS = "embedding.positions"
-"""A table whose first rows serve a run with a shorter context."""
+POSITIONS = "embedding.positions"  # a table whose first rows serve a run with a shorter context
 
 
 class PretrainedRun:
-    """The newest checkpoint of another run, and which of its parameters a program reuses: all outside the head; of the
-    head all under the same kind of objective, else SHARED_HEAD, where the shapes match."""
+    """The newest checkpoint of another run, and the parameters that a program reuses from it: all outside the head;
+    within it, all under the same kind of objective, else SHARED_HEAD, if shapes match."""
 
     def __init__(self, program: Program, directory: Path, fallback: bool = False, step: int | None = None):
-        """Reads the parameters.  CheckpointError if `directory` has no checkpoint, or one that is damaged or of another
-        model, and ConfigError for another vocabulary.  fallback: takes the newest checkpoint that is not damaged.
-        step: the only one that will do."""
+        """Reads the parameters.
+
+        fallback: take the newest undamaged checkpoint.
+        step: the only acceptable one.
+
+        Raises CheckpointError if `directory` has no checkpoint, or one that is damaged or of another model; ConfigError
+        for another vocabulary."""
         self.program, self.directory = program, directory
         self.checkpoints = open_checkpoints(directory, program.config.checkpoint)
         if not self.checkpoints.steps():
@@ -49,7 +51,7 @@ class PretrainedRun:
                 f"run.init_from={directory} has step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, but step "
                 f"{step} is the base of {program.config.run.directory}. Bring {self.checkpoints.path(step)} back."
             )
-        # Those reused, by path.
+        # Reused parameters, by path.
         self.params = newest_readable(self.checkpoints, self._read, fallback) if step is None else self._read(step)
 
     def _read(self, step: int) -> dict[str, jax.Array]:
@@ -86,7 +88,7 @@ class PretrainedRun:
         return self._coded(step, abstract, own)
 
     def _coded(self, step: int, abstract: Shapes, own: Shapes) -> dict[str, jax.Array]:
-        """The parameters, read and coded one after the other.  own: as a run without codes has them."""
+        """Reads and codes the parameters, one after the other.  own: as in a run without codes."""
         kind, matrices, params = self.program.config.adapter.base, self.program.model.matrices, {}
         like = leaves_by_path(self.program.abstract_canonical().params)
         for path, leaf in abstract.items():
@@ -102,7 +104,6 @@ class PretrainedRun:
         return params
 
     def _fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the parameter of this name and shape can be taken from this run."""
         if name not in self.shapes:
             return False
         if name.startswith("head.") and not (self.same_objective or name.startswith(SHARED_HEAD)):
@@ -121,7 +122,6 @@ class PretrainedRun:
         return jax.tree.map(_first_rows, from_paths(own, like), like)
 
     def describe(self) -> str:
-        """Where the parameters come from, and which do not, in a line."""
         unused = [name for name in self.shapes if not {name, f"{name}.{CODED[0]}"} & self.params.keys()]
         message = f"initialized from {self.directory.absolute()} after step {self.step}"
         new = [name for name in self.new if not is_adapter(name.split("."))]
@@ -130,7 +130,7 @@ class PretrainedRun:
 
 
 def _without_codes(program: Program) -> Program:
-    """The program of the same run whose base is not in few bits."""
+    """The program of the run with a base that is not quantized."""
     adapter = program.config.adapter.model_copy(update={"base": "none"})
     config = program.config.model_copy(update={"adapter": adapter})
     return Program(config, [*program.plan.mesh.devices.flat], program.model.modules)

@@ -1,4 +1,4 @@
-"""What is in a run's checkpoints, and whether it is what was saved: read on one device, one array at a time."""
+"""Lists and verifies a run's checkpoints, on one device, one array at a time."""
 
 import os
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from spmd_lm.runtime.formatting import abbreviate, format_bytes, parse_count
 from spmd_lm.runtime.metrics import Status
 
-Json = dict[str, Any]  # JSON
+Json = dict[str, Any]
 
 INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
 
 
 def open_saved(run: Path) -> Checkpointer:
-    """Raises ConfigError if `run` is no run that has saved."""
+    """Raises ConfigError if `run` is not a run that has saved."""
     if not entries(run / "checkpoints") and not os.path.isdir(run / "checkpoints"):
         what = "it has no directory checkpoints/" if os.path.exists(run) else "no such run"
         name, _, step = str(run).rpartition("@")
@@ -37,7 +37,7 @@ def open_saved(run: Path) -> Checkpointer:
 
 
 def open_tiers(run: Path) -> list[Checkpointer]:
-    """The checkpoints of `run`, and those of its processes that are on this host."""
+    """The checkpoints of `run`, and the local ones on this host."""
     tiers = [open_saved(run)]
     try:
         local, status = load(run / CONFIG_FILE).checkpoint.local, Status.read(run)
@@ -50,7 +50,7 @@ def open_tiers(run: Path) -> list[Checkpointer]:
 
 
 def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
-    """One report a checkpoint, ascending, by its record and the sizes of its files; no array is read."""
+    """One report per checkpoint, ascending, from its record and the sizes of its files; no array is read."""
     reports = []
     for checkpoints in tiers:
         names = [path.name for path in entries(checkpoints.directory) if SAVING in path.name]
@@ -62,7 +62,6 @@ def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
 
 
 def describe(checkpoints: Checkpointer, step: int) -> Json:
-    """The report on a complete checkpoint."""
     files: list[Json] = []
     with checkpoints.reading(step):
         for path in _paths(checkpoints, step):
@@ -86,8 +85,8 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
 
 
 def verify(checkpoints: Checkpointer, step: int) -> Json:
-    """As `describe`, with every array read and compared with its fingerprint, unless a file is already known to be
-    damaged: it may be a pipe, which whatever reads it would wait for."""
+    """Like `describe`, but compares every array with its fingerprint, unless a file is already known to be damaged: it
+    may be a pipe, and block."""
     report = describe(checkpoints, step)
     if report["leaves"] and report["state"] == INTACT:
         record = read_record(checkpoints.path(step))
@@ -110,7 +109,7 @@ def _is_all_here(checkpoints: Checkpointer, step: int) -> bool:
 
 
 def render(report: Json) -> str:
-    """One line about a checkpoint, and what is wrong with it."""
+    """One line about a checkpoint, and its damage."""
     size = f"{len(report['leaves'])} leaves, {format_bytes(sum(file['bytes'] for file in report['files']))}"
     bad = [part["path"] for part in report["leaves"] + report["files"] if part.get("state") == DAMAGED]
     line = f"{report['step']:>8}  {report['tier']:<9}{report['state']:<13}{size if report['files'] else ''}"
@@ -118,9 +117,8 @@ def render(report: Json) -> str:
 
 
 def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
-    """The leaves whose bits differ, with the largest difference between their numbers (None if only one has the leaf,
-    or they have other shapes), and the keys of the configuration that do.  Raises DamagedCheckpointError: every array
-    is read."""
+    """The leaves whose bits differ, with the largest difference (None if one lacks the leaf, or shapes differ), and the
+    differing keys of the configuration.  Reads every array; raises DamagedCheckpointError."""
     records = [checkpoints.record(step) for checkpoints, step in (a, b)]
     for record in records:
         allow_64_bits(record)
@@ -145,7 +143,7 @@ def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
 
 
 def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
-    """RUN@STEP, or RUN for its newest."""
+    """Parses RUN@STEP, or RUN for its newest."""
     run, at, step = text.rpartition("@")
     checkpoints = open_saved(Path(run if at else text))
     if at and parse_count(step) is None:
@@ -154,7 +152,7 @@ def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
 
 
 def require_step(checkpoints: Checkpointer, step: int | None) -> int:
-    """This step, or the newest.  CheckpointError if there is none."""
+    """`step`, or the newest.  Raises CheckpointError if there is none."""
     steps = checkpoints.steps()
     if not steps or step not in (None, *steps):
         there = f"there are {steps}" if steps else "there is none"
@@ -163,7 +161,7 @@ def require_step(checkpoints: Checkpointer, step: int | None) -> int:
 
 
 def allow_64_bits(record: CheckpointRecord) -> None:
-    """jax would read them as 32 bits."""
+    """Enables 64-bit types in jax, which would otherwise read such leaves as 32 bits."""
     if any(leaf.dtype.endswith("64") for leaf in record.leaves.values()):
         jax.config.update("jax_enable_x64", True)
 

@@ -1,4 +1,4 @@
-"""The arrays of a state, as a checkpoint has them: by path, in canonical shapes; and how two such states differ."""
+"""The arrays of a state as a checkpoint has them, by path, in canonical shapes; and differences between two states."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from spmd_lm.runtime.formatting import abbreviate, format_bytes, pluralize
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 
-MAX_LINES = 50  # of differences between states
+MAX_LINES = 50  # about differences between states
 
 
 def present_fields(state: Tree) -> dict[str, Tree]:
-    """A state's fields without those that are None: orbax would write these too, and require them on restore."""
+    """A state's fields that are not None: orbax would write these too, and require them on restore."""
     if isinstance(state, dict):
         return state
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
@@ -41,7 +41,7 @@ def saved_shapes(record: CheckpointRecord) -> Shapes:
 
 
 def one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
-    """CheckpointError if it is larger than this host's memory."""
+    """Raises CheckpointError if it is larger than this host's memory."""
     memory = memory_bytes()
     if (size := record.leaves[path].size) > memory:
         what = f"{format_bytes(size)}, more than the {format_bytes(memory)} of memory here"
@@ -60,16 +60,15 @@ def compare_shapes(saved: Shapes, expected: Shapes) -> list[str]:
 
 
 def moment_of(path: str) -> str:
-    """The parameter of this moment: of opt_state.mu.head.norm.scale, head.norm.scale.  '' if it is none."""
+    """The parameter of an optimizer moment: head.norm.scale for opt_state.mu.head.norm.scale; '' for other paths."""
     field, *rest = path.split(".", 2)
     return rest[1] if field == "opt_state" and len(rest) == 2 else ""
 
 
 def changed_moments(saved: Shapes, expected: Shapes) -> tuple[list[str], list[str]]:
-    """(new, unread): the parameters that have moments in `expected` alone, and in `saved` alone, where that may be
-    because others were frozen.
-
-    None if the optimizers keep different moments, or either state has some of a parameter's moments but not all."""
+    """(new, unread): parameters with moments only in `expected`, and only in `saved`, if a change of frozen parameters
+    explains it.  Empty if the optimizers keep different moments, or either state has only some of a parameter's
+    moments."""
     parameters = {path.removeprefix("params.") for path in saved.keys() & expected.keys() if path.startswith("params.")}
     then, now = ([path for path in shapes if moment_of(path) in parameters] for shapes in (saved, expected))
     trees, others = ({path.removesuffix(moment_of(path)) for path in each} for each in (then, now))
@@ -79,8 +78,8 @@ def changed_moments(saved: Shapes, expected: Shapes) -> tuple[list[str], list[st
     return (names[0], names[1]) if trees == others and is_whole else ([], [])
 
 
-def say_moments(new: list[str], unread: list[str]) -> Iterator[str]:
-    """What `changed_moments` found, in a sentence each."""
+def describe_moments(new: list[str], unread: list[str]) -> Iterator[str]:
+    """Sentences about the result of `changed_moments`."""
     if new:
         what = f"the moments of {pluralize(len(new), 'newly trained parameter')}"
         yield f"{what} start at zero, while the step count for bias correction goes on: {abbreviate(new)}"

@@ -1,4 +1,4 @@
-"""`spmd-lm merge`: a run with adapters, as a run of the model that they make of their base."""
+"""`spmd-lm merge`: folds a run's adapters into its base, as a run of its own."""
 
 import functools
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ COMPARED_TOKENS = 128
 
 
 def merged_config(config: RunConfig, directory: Path) -> RunConfig:
-    """The run in `directory` of the model that a run's adapters make: to evaluate, generate, export or train."""
+    """The run in `directory` of the merged model: to evaluate, generate, export or train."""
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
     precision = config.precision.model_copy(update={"frozen": None})
     optim = config.optim.model_copy(update={"freeze": ""})
@@ -39,8 +39,8 @@ def merged_config(config: RunConfig, directory: Path) -> RunConfig:
 
 
 def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
-    """The parameters of the model without adapters and codes, by path, of this one's: computed in at least float32,
-    one matrix at a time, sharded as it is."""
+    """Parameters of the model without adapters and quantization, by path, from this model's; computed in at least
+    float32, one matrix at a time, with their shardings."""
     adapters, result = dict(model.adapters), dict[str, jax.Array]()
     for path, x in params.items():
         matrix, _, key = path.rpartition(".")
@@ -67,7 +67,7 @@ def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.
 
 @functools.partial(jax.jit, static_argnums=2)
 def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | Scaling) -> jax.Array:
-    """The stacked matrices with their adapters, by the arrays of these."""
+    """Stacked matrices with their adapters, whose arrays are `stored`."""
     stack, stored = jax.tree.map(widen, (stack, stored))
 
     def entries(matrix: jax.Array, stored: dict[str, jax.Array]) -> jax.Array:
@@ -80,8 +80,9 @@ def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | 
 
 
 def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[str, Any]:
-    """Creates `target`, a run of the merged model at step 0, and returns what it is: its `directory`, the `step` and
-    number of `adapters`, and by how much of the largest logit its logits have `moved`.  fallback: as of `restore_run`.
+    """Creates `target`, a run of the merged model at step 0; returns its `directory`, the `step` and number of
+    `adapters`, and
+    `moved`: the largest change of a logit, relative to the largest logit.  fallback: as for `restore_run`.
 
     Raises ConfigError for a run without adapters, and if `target` is not empty or cannot be written; CheckpointError
     without a checkpoint, or its base; NonFiniteError where logits are NaN."""
@@ -102,7 +103,7 @@ def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[s
 
 
 def _logits(program: Program, params: Tree) -> list[np.ndarray]:
-    """All that the heads predict of a row of drawn tokens.  params: canonical."""
+    """The heads' outputs for a row of random tokens.  params: canonical."""
     tokens = np.random.default_rng(0).integers(program.config.model.vocab, size=COMPARED_TOKENS, dtype=np.int32)
     tokens = tokens[: program.config.model.context]
     batch = program.repeated_row(tokens, np.ones_like(tokens))
@@ -110,7 +111,7 @@ def _logits(program: Program, params: Tree) -> list[np.ndarray]:
 
 
 def _moved(before: list[np.ndarray], after: list[np.ndarray]) -> float:
-    """The largest difference, as a share of what is largest before.  Padding of the vocabulary, -inf, stays so."""
+    """The largest difference, relative to the largest value before.  The vocabulary's padding stays -inf."""
     if any(np.isnan(a).any() for a in before):
         raise NonFiniteError("Nothing is merged: logits of the run with adapters are NaN. Use an earlier checkpoint.")
     with np.errstate(invalid="ignore"):

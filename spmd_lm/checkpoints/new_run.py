@@ -1,4 +1,4 @@
-"""A run whose first checkpoint is made of parameters that are there: imported, or merged."""
+"""A run whose first checkpoint has given parameters: imported, or merged."""
 
 import shutil
 from contextlib import closing
@@ -13,8 +13,7 @@ from spmd_lm.step.program import Program
 
 def write_new_run(program: Program, params: Tree, directory: Path, meta: Meta | None = None) -> None:
     """Writes the run of `program` into `directory`: config.yaml, and a checkpoint at step 0.
-
-    params: canonical.  meta: of the checkpoint, besides what all have."""
+    params: canonical.  meta: added to the checkpoint's own."""
     config = program.config
     meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="") | (meta or {})
     with closing(Checkpointer(directory / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
@@ -23,6 +22,6 @@ def write_new_run(program: Program, params: Tree, directory: Path, meta: Meta | 
 
 
 def copy_tokenizer(run: Path, directory: Path) -> None:
-    """Copies a run's tokenizer, if it has one, into the directory of another."""
+    """Copies a run's tokenizer, if it has one."""
     if (run / TOKENIZER_DIR).is_dir():
         shutil.copytree(run / TOKENIZER_DIR, directory / TOKENIZER_DIR)

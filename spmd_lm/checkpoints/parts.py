@@ -1,4 +1,4 @@
-"""Where the processes of a job save locally: process I of N in DIR/RUN_ID/I-of-N, with a directory for each step."""
+"""The directories of local checkpoints: DIR/RUN_ID/I-of-N/STEP for process I of N."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ def part_directory(local: str, run_id: str, process: int, processes: int) -> Pat
 
 
 def part_directories(local: str, run_id: str | None = None) -> list[Path]:
-    """Those that are on this host, of jobs of any size; of all runs, unless one is named."""
+    """The parts on this host, for jobs of any size; of all runs, unless one is named."""
     runs = [_root(local) / run_id] if run_id is not None else _root(local).glob("*")
     return sorted(part for run in runs for part in run.glob("*-of-*"))
 
 
 def num_parts(directory: Path) -> int:
-    """The number of processes of the job in which one process saved there; 0 if none did."""
+    """The number of processes of the job that saved there; 0 for another directory."""
     number = directory.name.rpartition("-of-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def parts_of(checkpoint: Path) -> list[Path]:
-    """The parts of the same checkpoint, itself included, that are on this host."""
+    """The parts of one checkpoint that are on this host, itself included."""
     directory = checkpoint.parent
     return sorted(directory.parent.glob(f"*-of-{num_parts(directory)}/{checkpoint.name}"))
 

@@ -1,7 +1,7 @@
-"""The record of a checkpoint: what was saved, and how to tell that it is what is read.
+"""The record of a checkpoint: its contents, and the means to verify them.
 
-record.json, in the checkpoint's directory, is one line of JSON and the SHA-256 of that line.  It is written once all
-else is known to be complete, so a directory without one is no checkpoint."""
+record.json, in the checkpoint's directory, is one line of JSON and the SHA-256 of that line.  It is written last, so a
+directory without it is not a checkpoint."""
 
 import hashlib
 import math
@@ -19,19 +19,16 @@ from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import RunId
 
 RECORD_FILE = "record.json"
-MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 1 MB
+MAX_RECORD_BYTES = 2**26  # a thousand arrays in ten thousand files have 1 MB
 
 Meta = dict[str, Any]  # JSON: config, data, versions
 
 
 MAX_LEAVES = 10_000
 LeafPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=1000)]
-"""As in 'params.blocks.attention.query'."""
 
 
 class SavedLeaf(BaseModel):
-    """One array of the state."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=32)]  # canonical
@@ -40,7 +37,6 @@ class SavedLeaf(BaseModel):
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -77,19 +73,19 @@ class CheckpointRecord(BaseModel):
 
     @property
     def size(self) -> int:
-        """Bytes of its arrays, before they are compressed."""
+        """Bytes of its arrays, before compression."""
         return sum(leaf.size for leaf in self.leaves.values())
 
     def write(self, directory: Path) -> None:
-        """Appears complete or not at all."""
+        """Writes atomically."""
         line = self.model_dump_json().encode()
         digest = hashlib.sha256(line).hexdigest().encode()
         write_atomically(directory / RECORD_FILE, line + b"\n" + digest + b"\n")
 
 
 def read_record(directory: Path) -> CheckpointRecord:
-    """The record of the checkpoint in `directory`/STEP.  DamagedCheckpointError if it is missing or was changed,
-    CheckpointError if it is whole and of another version, and OSError if it cannot be read."""
+    """The record of the checkpoint in `directory`/STEP.  Raises DamagedCheckpointError if it is missing or was changed,
+    CheckpointError if it is intact but of another version, and OSError if it cannot be read."""
     path = directory / RECORD_FILE
     try:
         line, _, rest = read_bytes(path, MAX_RECORD_BYTES).partition(b"\n")
@@ -111,13 +107,13 @@ def read_record(directory: Path) -> CheckpointRecord:
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file below `directory`, by path in it, without its record."""
+    """Bytes of every file below `directory` except the record, by relative path."""
     files = (path for path in walk_files(directory) if path.name != RECORD_FILE)
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def check_files(directory: Path, record: CheckpointRecord) -> None:
-    """DamagedCheckpointError, naming the files, if one is missing or is not as long as it was."""
+    """Raises DamagedCheckpointError, naming the files, if one is missing or has another size."""
     found = file_sizes(directory)
     wrong = [
         f"{name} has {found[name]:,} of {size:,} bytes" if name in found else f"{name} is missing"

@@ -1,7 +1,7 @@
-"""A saved state, with what its checkpoint does not hold: the parameters of the model that a run has adapters of.
+"""Restores a state, including the base of a run with adapters, which its checkpoint does not hold.
 
-Those are its base: the parameters before the first step, which stay as they are.  Checkpoints say where they came from,
-and their fingerprint, so that many adapters share one base and none is used with another."""
+The base is the frozen parameters before the first step.  Checkpoints record its origin and fingerprint, so many
+adapters share one base, and none is used with another."""
 
 import dataclasses
 import hashlib
@@ -29,23 +29,19 @@ from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, merge
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
-BASE_KEY = "base"
-"""The key of a checkpoint's meta."""
+BASE_KEY = "base"  # in a checkpoint's meta
 
 
 class SavedBase(BaseModel):
-    """directory: of the run, '' for parameters that were drawn.  step: of its checkpoint.  fingerprint: of the
-    parameters."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    directory: str
+    directory: str  # of its run; '' for parameters that were drawn
     step: Annotated[int, Field(ge=0)]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
     @classmethod
     def of(cls, meta: Meta, run: Path) -> Self:
-        """CheckpointError if the meta of this run's checkpoint has none."""
+        """Raises CheckpointError if the meta of this run's checkpoint has none."""
         try:
             return cls.model_validate(meta.get(BASE_KEY))
         except ValidationError:
@@ -56,8 +52,10 @@ class SavedBase(BaseModel):
 def meta_of_base(
     saved: Meta, program: Program, pretrained: PretrainedRun | None, make_params: Callable[[], Tree]
 ) -> Meta:
-    """What checkpoints say of the base; {} for a run without adapters.  saved: the meta that the run resumes from.
-    make_params: returns the canonical parameters, which may be a copy, and is called for a new base alone."""
+    """A checkpoint's metadata of the base; {} for a run without adapters.
+
+    saved: the meta that the run resumes from.
+    make_params: returns the canonical parameters, perhaps a copy; called only for a new base."""
     if BASE_KEY in saved:
         return {BASE_KEY: saved[BASE_KEY]}
     if program.config.adapter.kind == "none":
@@ -74,20 +72,19 @@ def restore_state(checkpoints: Checkpointer, step: int, program: Program) -> Tra
 
 
 def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
-
-    Raises CheckpointError if there is no checkpoint, or it is damaged, of another model or without its base, and
-    ConfigError for another vocabulary.  fallback: of the newest step that is not damaged."""
+    """The program, the newest canonical parameters in the shardings of `config`'s layout, and their step.
+    fallback: take the newest undamaged step.  Raises CheckpointError if there is no checkpoint, or it is damaged, of
+      another model or without its base, and ConfigError for another vocabulary."""
     return _restore(config, fallback, with_base=True)
 
 
 def restore_trained(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """As `restore_run`, of the parameters that the checkpoint holds alone: without the base of adapters."""
+    """`restore_run`, but only the parameters in the checkpoint, without the base of adapters."""
     return _restore(config, fallback, with_base=False)
 
 
 def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """As `restore_run`, with the parameters as the program's compiled functions take them."""
+    """`restore_run`, with parameters laid out for the program's compiled functions."""
     program, params, step = restore_run(config, fallback)
     return program, program.params_from_canonical(params), step
 
@@ -107,8 +104,7 @@ def _restore(config: RunConfig, fallback: bool, *, with_base: bool) -> tuple[Pro
 
 
 def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
-    """All canonical parameters of a run, of those that its checkpoint holds.  CheckpointError where the base is gone,
-    or has become another."""
+    """Adds the base to the checkpoint's parameters.  Raises CheckpointError if the base is gone, or has changed."""
     if program.config.adapter.kind == "none":
         return trained
     saved = SavedBase.of(meta, program.config.run.directory)
@@ -129,7 +125,7 @@ def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
 
 
 def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
-    """Where the base is: run.init_from, or where it was when the run began; None if it was drawn."""
+    """The base's run: run.init_from, or its path when the run began; None if the base was drawn."""
     given = config.run.init_from and Path(config.run.init_from).expanduser()
     if not saved.directory:
         if given:
@@ -151,6 +147,5 @@ def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
 
 
 def _fingerprint(params: Tree) -> str:
-    """Of all of these parameters, 16 hexadecimal digits."""
     lines = "\n".join(f"{path} {each}" for path, each in sorted(fingerprints(params)[0].items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint, only where it fits the config: the saved config is compared with today's, key by key."""
+"""A run's newest checkpoint, if it fits the config: the saved config is compared with today's, key by key."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
-from spmd_lm.checkpoints.directories import say_damaged
+from spmd_lm.checkpoints.directories import describe_damage
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data
 from spmd_lm.config.load import TOKENIZER_DIR, data_of_run, saved_chat_template, saved_tokenizer
@@ -23,14 +23,14 @@ from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.outputs import print_line
-from spmd_lm.runtime.processes import collect
+from spmd_lm.runtime.processes import allgather_objects
 
 Result = TypeVar("Result")
 
 # Sections and keys that define the model: where they differ, a saved state is meaningless.
 MODEL_KEYS = ("model", "objective", "precision.params", "precision.frozen", "adapter")
 
-# Keys among them that define how a layer is computed and regularized: the saved arrays mean the same.
+# Keys among them that define how a layer is computed and regularized; they leave the meaning of the arrays unchanged.
 COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout", "adapter.dropout")
 
 
@@ -43,7 +43,7 @@ def warn(line: str) -> None:
 
 
 def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Checkpointer:
-    """The checkpoints of a run: of no other, if its status.json says which it is."""
+    """The checkpoints of a run; only its own, if its status.json names it."""
     run_id = ""
     with suppress(CheckpointError):  # a status of another version
         status = Status.read(run)
@@ -54,12 +54,11 @@ def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Che
 def newest_readable(
     checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool, attempts: int = 5
 ) -> Result:
-    """What `read` returns for the newest step.  fallback: for the newest step that is not damaged, if any is.
-
-    Raises CheckpointError if there is none, or it is damaged.  Writes nothing."""
-    steps = sorted(set.intersection(*map(set, collect("steps", checkpoints.steps()))))
+    """The result of `read` for the newest step; with fallback, for the newest undamaged step.  Raises CheckpointError
+    if there is none, or it is damaged.  Writes nothing."""
+    steps = sorted(set.intersection(*map(set, allgather_objects("steps", checkpoints.steps()))))
     if not steps:
-        damaged = say_damaged(checkpoints.directory)
+        damaged = describe_damage(checkpoints.directory)
         advice = damaged or "Train first, with checkpoint.every > 0"
         raise CheckpointError(f"{checkpoints.directory} holds no checkpoint. {advice}.")
     for step in reversed(steps):
@@ -69,7 +68,7 @@ def newest_readable(
                 warn(f"step {step} is used, of steps {steps}.")
             return result
         except DamagedCheckpointError as damage:
-            is_gone = any(collect("deleted", not checkpoints.path(step).exists()))  # by a run that goes on
+            is_gone = any(allgather_objects("deleted", not checkpoints.path(step).exists()))  # by a run that goes on
             if is_gone and attempts:
                 return newest_readable(checkpoints, read, fallback, attempts - 1)
             if not fallback:
@@ -86,16 +85,14 @@ def _advice(checkpoints: Checkpointer, damaged: int) -> str:
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:
-    """The differences between the saved config of the run in `directory` and today's that leave its state usable, a
-    line each.
-
-    Raises CheckpointError if the model differs, and ConfigError for a changed file of a module of one's own."""
+    """Differences between the saved config of the run in `directory` and today's that leave its state usable, a line
+    each.  Raises CheckpointError if the model differs, and ConfigError for a changed file of a user's module."""
     changes = _changes(saved, config)
     _check_modules(saved, config, changes.keys(), directory)
     if config.get("data", {}).get("tokenizer") == str(saved_tokenizer(directory)):
-        changes.pop("data.tokenizer", None)  # the run's own copy: check_vocabulary compares what is in it
+        changes.pop("data.tokenizer", None)  # the run's own copy: check_vocabulary compares its contents
     if config.get("data", {}).get("chat_template") == str(saved_chat_template(directory)):
-        changes.pop("data.chat_template", None)  # as well: what it makes of the data is compared
+        changes.pop("data.chat_template", None)  # likewise: the resulting data is compared
     if other_model := _select(changes, MODEL_KEYS, COMPUTATION_KEYS):
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
@@ -117,10 +114,9 @@ def _check_modules(saved: Config, config: Config, changed: Collection[str], dire
 
 
 def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:
-    """ConfigError if the vocabulary is not that of the run in `directory`: other ids mean other words to its model.
-
-    meta: of the checkpoint; None if the run has taken no step yet.  Those of older versions do not say: there it is the
-    vocabulary saved in `directory`, or bytes."""
+    """Raises ConfigError if the vocabulary is not that of the run in `directory`, whose ids its model has learned.
+    meta: of the checkpoint; None before the first step.  Older versions do not store the vocabulary: then it is the one
+      saved in `directory`, or bytes."""
     if not isinstance(config.data, Data):
         return
     name, saved = config.data.tokenizer, saved_tokenizer(directory)
@@ -146,11 +142,11 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
 
 
 READ_KEYS = (("model.width", int), ("model.context", int), ("objective.kind", str), ("train.log_every", int))
-"""Of a saved config, beside its comparison with today's; and their types.  None is 0 or ''."""
+"""Keys of a saved config that are used beyond its comparison with today's, and their types; None means 0 or ''."""
 
 
 def check_saved_config(saved: Config, directory: Path) -> None:
-    """CheckpointError if this is no config of a run."""
+    """Raises CheckpointError if this is not the config of a run."""
     flat = flatten_dict(saved, sep=".")
     wrong = [key for key, kind in READ_KEYS if not isinstance(flat.get(key), kind) or flat[key] <= kind()]
     wrong += [section for section in ("run", "data", "parallel") if section not in saved]
@@ -160,19 +156,19 @@ def check_saved_config(saved: Config, directory: Path) -> None:
 
 
 def checked_meta(checkpoints: Checkpointer, step: int) -> Meta:
-    """The meta that was saved with `step`, whose config is one of a run."""
+    """The meta of `step`, with a checked config."""
     meta = checkpoints.agreed_record(step).meta
     check_saved_config(meta["config"], checkpoints.directory)
     return meta
 
 
 def rules_of(meta: Meta | None) -> int:
-    """The rules by which documents become the tokens of a run: those of its checkpoint, once it has read some."""
+    """Version of the document rules in a checkpoint that has read data; else today's."""
     return meta["data"].get("rules", 1) if meta and meta["data"]["samples"] else RULES
 
 
 def load_run_data(config: RunConfig) -> Dataset:
-    """The data that the run trains on, and its validation text, by the rules of its checkpoints."""
+    """The run's training data and validation text, by the rules of its checkpoints."""
     rules, model = _rules_of_run(config), config.model
     return load_data(data_of_run(config), config.train.seed, model.vocab, rules, model.context)
 
@@ -183,7 +179,7 @@ def make_run_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def _rules_of_run(config: RunConfig) -> int:
-    """The rules of the newest checkpoint that can be read; today's if there is none."""
+    """The rules of the newest readable checkpoint; today's if there is none."""
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
     for step in reversed(checkpoints.steps()):
         with suppress(CheckpointError):  # opening the run tells
@@ -192,9 +188,8 @@ def _rules_of_run(config: RunConfig) -> int:
 
 
 def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:
-    """Messages about data that changed since a checkpoint was saved.  DataError unless data.allow_change is set.
-
-    fingerprint and name are those of today's data.  An imported checkpoint has seen none."""
+    """Messages about data that changed since a checkpoint was saved; imported checkpoints have seen none.
+    fingerprint, name: of today's data.  Raises DataError unless data.allow_change is set."""
     saved = meta["data"]["fingerprint"]
     if not meta["data"]["samples"] or saved == fingerprint:
         return []
@@ -206,9 +201,8 @@ def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> li
 
 
 def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
-    """Raises CheckpointError if a run cannot be initialized from the one in `directory`.
-
-    Its context may be shorter and its objective another one; the rest of the model must be the same."""
+    """Raises CheckpointError if a run cannot be initialized from the one in `directory`.  The context may be shorter
+    and the objective differ; the rest of the model must be the same."""
     changes = _changes(saved, config)
     differ = _select(changes, ("model",), (*COMPUTATION_KEYS, "model.context"))
     if saved["model"]["context"] < config["model"]["context"]:
@@ -220,7 +214,7 @@ def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:
-    """The keys that differ, and a line about each."""
+    """A line about each key that differs."""
     with suppress(ValidationError):  # keys newer than `saved` are at their defaults, unless today's schema refuses it
         saved = RunConfig.model_validate(saved).model_dump(by_alias=True)
     old, new = flatten_dict(saved, sep="."), flatten_dict(config, sep=".")
@@ -233,8 +227,8 @@ def _changes(saved: Config, config: Config) -> dict[str, str]:
 
 
 def _meant(config: Config) -> Config:
-    """What some values stand for: sizes that follow from others unless they are set, as an imported model's config.json
-    sets them; and modules of one's own, wherever their files are."""
+    """Effective values: sizes that default to multiples of others, which an imported model sets explicitly; and modules
+    of the user's, wherever their files are."""
     modules = {key: ModuleRef.parse(text)[1:] for key, text in config.items() if key.endswith(".module") and text}
     return modules | {
         "model.mlp_width": config.get("model.mlp_width") or 4 * config.get("model.width", 0),

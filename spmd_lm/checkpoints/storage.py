@@ -1,5 +1,5 @@
-"""What writes a checkpoint's arrays and reads them again: orbax, for all processes of a job together, or each process
-for itself, on its own host."""
+"""Storage of a checkpoint's arrays: orbax for all processes of a job together, or a file per process, on its own
+host."""
 
 import functools
 import shutil
@@ -25,20 +25,18 @@ SHARDS_FILE = "shards.safetensors"
 
 
 class Response(Protocol):
-    """A save in progress."""
-
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for it.  TimeoutError if that takes longer; raises what made it fail."""
+        """Waits.  Raises TimeoutError, or the error that made the save fail."""
 
 
 class Storage(Protocol):
-    shared: bool  # all processes write one directory, of which the first takes care; or each has its own
+    shared: bool  # all processes write one directory, managed by the first; otherwise, each has its own
 
     def save(self, path: Path, fields: Fields) -> Response:
-        """Starts to write the arrays to a directory, which is emptied first."""
+        """Starts writing the arrays to a directory, which is emptied first."""
 
     def load(self, path: Path, abstract_fields: Fields) -> Fields:
-        """The arrays in these shardings; others that are there are not read."""
+        """Reads these arrays, in these shardings."""
 
 
 class OrbaxStorage:
@@ -48,9 +46,8 @@ class OrbaxStorage:
         return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
 
     def load(self, path: Path, abstract_fields: Fields) -> Fields:
-        """Each process for itself: where one cannot read its part, the others do not wait for it.
-
-        Orbax is given nested dicts without empty ones: it would compare these too, and call what differs damage."""
+        """Reads in each process independently, so that one that fails does not block the others.  Empty nested dicts
+        are left out: orbax would compare them, and report a difference as damage."""
         nested = unflatten_dict(leaves_by_path(abstract_fields), sep=".")
         context, process = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host = process
@@ -63,13 +60,13 @@ class OrbaxStorage:
 
 
 class ShardStorage:
-    """What this process's devices hold of the arrays, each part once, in a file of safetensors, as bytes: it does not
-    know every dtype of jax.  For another layout the parts are put together, as far as they are there."""
+    """The local shards of the arrays, each once, in a safetensors file, as bytes because safetensors lacks some of
+    jax's dtypes.  For another layout, the available parts are joined."""
 
     shared = False
 
     def __init__(self, all_parts: bool = False):
-        self._all_parts = all_parts  # of other processes too, as far as they are on this host
+        self._all_parts = all_parts  # also of other processes, if they are on this host
 
     def save(self, path: Path, fields: Fields) -> Response:
         shutil.rmtree(path, ignore_errors=True)
@@ -78,7 +75,7 @@ class ShardStorage:
         for name, leaf in leaves_by_path(fields).items():
             for shard in leaf.addressable_shards:
                 key = _key(name, _bounds(shard.index, leaf.shape))
-                if key not in parts:  # a copy: the next step reuses the buffer
+                if key not in parts:  # copied, because the next step reuses the buffer
                     parts[key] = np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
         writer = ThreadPoolExecutor(1, "checkpoint")
         response = writer.submit(save_file, parts, path / SHARDS_FILE)
@@ -99,17 +96,15 @@ class ShardStorage:
 
 
 class ShardReader:
-    """Reads any part of an array from files of parts."""
-
     def __init__(self, files: list[Any]):
-        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path; the file that has it
+        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path; the file with each part
         for file in files:
             for key in file.keys():  # noqa: SIM118
                 name, _, bounds = key.partition("|")
                 self._parts.setdefault(name, {}).setdefault(_parse(bounds), file)
 
     def read(self, name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
-        """leaf[index].  KeyError if a number of it is in none of the parts."""
+        """leaf[index].  Raises KeyError if a number is in none of the parts."""
         wanted, parts = _bounds(index or (), leaf.shape), self._parts.get(name, {})
         if wanted in parts:
             return self._read_part(name, wanted, leaf.dtype)
@@ -139,7 +134,7 @@ def _sizes(bounds: Bounds) -> list[int]:
 
 
 def _within(part: Bounds, other: Bounds) -> tuple[slice, ...]:
-    """Where `part`, which lies in `other`, is in it."""
+    """The position of `part` within `other`, which contains it."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, other, strict=True))
 
 

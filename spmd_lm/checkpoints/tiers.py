@@ -1,5 +1,5 @@
-"""Where a run's checkpoints are: in its directory and, with checkpoint.local, on the host of each of its processes,
-where saving is fast and may be frequent, and where they are gone with the host."""
+"""The tiers of a run's checkpoints: durable ones in its directory and, with checkpoint.local, frequent ones on each
+process's host, where saving is fast and a lost host loses them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +16,11 @@ from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, OutputError
 from spmd_lm.files import require_own
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.processes import collect
+from spmd_lm.runtime.processes import allgather_objects
 
 
 class Tiers:
-    """The checkpoints under `directory`, and the local ones.  log: for what a user should know."""
+    """log: prints messages for the user."""
 
     def __init__(self, directory: Path, options: CheckpointOptions, log: Callable[[str], None]):
         self.durable = Checkpointer(directory, options, log=log)
@@ -28,7 +28,7 @@ class Tiers:
         self._options, self._log = options, log
 
     def open(self, run_id: str) -> None:
-        """From here on the checkpoints are those of this run.  ConfigError if no local ones can be written."""
+        """Restricts to the checkpoints of this run.  Raises ConfigError if no local ones can be written."""
         self.durable.run_id = run_id
         if self.local or self._options.local is None:
             return
@@ -46,12 +46,12 @@ class Tiers:
         for path in parts:
             if (path.parent, num_parts(path)) != (own.parent, processes):
                 self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
-        # A process can be one save behind another, so that two are the fewest of which all have one.
+        # One process can be a save behind another, so it takes two for all to have one in common.
         changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False, "keep_best": None}
         self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
 
     def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:
-        """The step of the newest local checkpoint of which every process of the job has its part."""
+        """The newest local step of which every process of the job has its part."""
         local, usable = self.local, []
         if local is None:
             return None
@@ -61,14 +61,14 @@ class Tiers:
                 if is_usable(step, local.meta(step)):
                     usable.append(step)
         damaged = [str(local.path(step)) for step in local.steps() if step not in intact]
-        answers = collect("local checkpoints", {"usable": usable, "damaged": damaged})
+        answers = allgather_objects("local checkpoints", {"usable": usable, "damaged": damaged})
         for process, answer in enumerate(answers):
             for path in answer["damaged"]:
                 self._log(f"process {process}: {path} is damaged: not used.")
         return max(set.intersection(*(set(answer["usable"]) for answer in answers)), default=None)
 
-    def forget_after(self, step: int) -> None:
-        """Deletes local checkpoints of later steps: those that the run takes from here may be others."""
+    def delete_newer(self, step: int) -> None:
+        """Deletes local checkpoints of later steps, which the run may now take differently."""
         if self.local is None:
             return
         intact = self.local.intact_steps()
@@ -82,7 +82,7 @@ class Tiers:
                 self._log(f"{path} is damaged, and cannot be moved aside: {error.strerror}.")
 
     def directories(self) -> dict[int, list[Path]]:
-        """Where the checkpoints of each step are, ascending by step."""
+        """Directories of each step's checkpoints, ascending by step."""
         found: dict[int, list[Path]] = {}
         for tier in filter(None, (self.durable, self.local)):
             for step in tier.steps():
@@ -90,15 +90,13 @@ class Tiers:
         return dict(sorted(found.items()))
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
-        """As Checkpointer.save, of a durable checkpoint."""
         self.durable.save(step, state, meta)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """As Checkpointer.wait, for the durable checkpoint."""
         return self.durable.wait(seconds)
 
     def save_local(self, step: int, state: Tree, meta: Meta) -> None:
-        """As Checkpointer.save, of a local checkpoint; OutputError if this save or the one before it failed."""
+        """Saves a local checkpoint.  Raises OutputError if this save or the one before it failed."""
         if self.local:
             with self._writing_locally():
                 self.local.save(step, state, meta)
@@ -117,7 +115,7 @@ class Tiers:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Waits for the saves in progress after the block; that one fails is told, but is not why the block did."""
+        """Waits for saves in progress after the block; if the block failed, their errors are only logged."""
         try:
             yield
         except BaseException:
@@ -137,7 +135,7 @@ class Tiers:
                     self.local.close()
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
-        """As Checkpointer.quarantine, of the tier that is damaged."""
+        """Quarantines in the damaged tier."""
         in_local = self.local is not None and damage.directory.parent == self.local.directory
         tier = self.local if in_local else self.durable
         assert tier is not None

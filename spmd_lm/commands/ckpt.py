@@ -1,4 +1,4 @@
-"""`spmd-lm ckpt`: what is in a run's checkpoints, whether it is what was saved, and how two of them differ."""
+"""`spmd-lm ckpt`: lists, verifies and compares checkpoints of runs."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from spmd_lm.runtime.devices import use_cpu_alone
 
 
 def run(arguments: Arguments) -> int:
-    """Writes nothing but its result."""
+    """Writes only its result."""
     check_json(arguments)
     if arguments.ACTION not in ACTIONS:
         raise ConfigError(f"spmd-lm ckpt: no action '{arguments.ACTION}'. Actions: {', '.join(ACTIONS)}.")
@@ -22,11 +22,13 @@ def run(arguments: Arguments) -> int:
 
 
 def ls(arguments: Arguments) -> int:
-    from spmd_lm.checkpoints.directories import say_damaged
+    from spmd_lm.checkpoints.directories import describe_damage
     from spmd_lm.checkpoints.inspection import list_checkpoints, open_tiers
 
     tiers = open_tiers(_one_run(arguments))
-    damaged = [f"{each.directory}: {what}, and moved aside" for each in tiers if (what := say_damaged(each.directory))]
+    damaged = [
+        f"{each.directory}: {what}, and moved aside" for each in tiers if (what := describe_damage(each.directory))
+    ]
     note = "intact: by records and sizes of files. `spmd-lm ckpt verify` reads the arrays."
     return _write(arguments, list_checkpoints(tiers), *damaged, note)
 

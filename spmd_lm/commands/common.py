@@ -1,7 +1,7 @@
-"""What the verbs share: reading the configuration, argument types, and writing the result.
+"""Shared parts of the verbs: reading the configuration, argument types, and writing the result.
 
-A verb imports what needs jax when it runs, after its configuration is valid and its devices are set up: --help and
-error messages never wait for it."""
+A verb imports modules that need jax only after its configuration is valid and its devices are set up, so that --help
+and error messages never wait for it."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ HARDWARE_HELP = "speeds that bench --calibrate measured, before published ones"
 
 
 def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "RunConfig":
-    """The configuration that this positional argument (a file or a run's directory) and the overrides give."""
+    """The configuration from this positional argument (a file or a run's directory) and the overrides."""
     from spmd_lm.api import load_config
 
     config = load_config(getattr(arguments, positional), *arguments.overrides)
@@ -38,8 +38,8 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
 
 
 def use_topology(arguments: Arguments, text: str) -> None:
-    """Has the configuration simulate the devices of a topology, or none.  Raises ConfigError for one that is not there,
-    and beside --devices."""
+    """Makes the configuration simulate the devices of a topology, or none.  Raises ConfigError for an unknown one, and
+    beside --devices."""
     topology = parse_topology(text)
     refuse_devices(arguments)
     arguments.overrides.append(f"run.simulate_devices={topology.simulated}")
@@ -58,7 +58,7 @@ def check_json(arguments: Arguments) -> None:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Raises ConfigError if no file can be written where this option says, or if an override stands there."""
+    """Raises ConfigError if an option's file cannot be written, or is an override."""
     target = Path(path)
     if OVERRIDE.match(path):
         raise ConfigError(f"{option} {path}: that is an override, not a file. Name the file first.")
@@ -67,7 +67,7 @@ def check_writable(option: str, path: str) -> None:
 
 
 def check_apart(arguments: Arguments, option: str) -> None:
-    """Raises ConfigError if what this option writes is a file that the command reads, or writes for another option."""
+    """Raises ConfigError if an option's output is also an input of the command, or another option's output."""
     path = getattr(arguments, option)
     for name in ("CONFIG", "json", "out", "hlo", "picture", "hardware"):
         other = getattr(arguments, name, None)
@@ -78,7 +78,7 @@ def check_apart(arguments: Arguments, option: str) -> None:
 
 
 def write_result(arguments: Arguments, result: Any, text: str) -> int:
-    """Writes a verb's result: as JSON where --json says, and as text on standard output unless the JSON went there."""
+    """Writes a verb's result: as JSON to --json, and as text on standard output unless the JSON went there."""
     if arguments.json:
         write_text(to_json(result, indent=2), arguments.json)
     if text and arguments.json != "-":
@@ -87,7 +87,7 @@ def write_result(arguments: Arguments, result: Any, text: str) -> int:
 
 
 def write_text(text: str, path: str = "-") -> None:
-    """To a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is no error."""
+    """Writes to a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is no error."""
     try:
         if path == "-":
             print(text, flush=True)
@@ -109,7 +109,7 @@ def add_fallback(parser: argparse.ArgumentParser) -> None:
 
 
 def amount(what: str, most: float) -> Callable[[str], float]:
-    """An argparse type: a number above 0.  what: it is, with an example."""
+    """An argparse type: a number above 0.  what: described, with an example."""
 
     def parse(text: str) -> float:
         try:

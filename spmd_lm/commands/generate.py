@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _open(config: "RunConfig", adapter: str | None, fallback: bool) -> "tuple[Program, Tree] | None":
-    """The run with this adapter; None for the run as it is."""
+    """The run with this adapter, or None without one."""
     if adapter is None:
         return None
     from spmd_lm.huggingface.peft import open_adapter

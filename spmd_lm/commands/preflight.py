@@ -1,5 +1,4 @@
-"""`spmd-lm preflight`: compiles the step for hardware that need not be there: does it fit, how fast is it, what does
-the run cost?"""
+"""`spmd-lm preflight`: compiles the step for hardware that may be absent, and reports fit, speed and cost."""
 
 import argparse
 

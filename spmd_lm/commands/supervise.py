@@ -28,12 +28,12 @@ def run(arguments: Arguments) -> int:
 
 
 def saved_steps(run: Path) -> int:
-    """Of the run in this directory, if there is one."""
+    """The saved steps of the run in this directory, if any."""
     from spmd_lm.runtime.metrics import Status
 
     with suppress(CheckpointError):  # the run will tell
         if status := Status.read(run):  # local checkpoints are known by where the last start began
-            resumed = [life.first_step - 1 for life in status.lives[-1:]]
+            resumed = [attempt.first_step - 1 for attempt in status.attempts[-1:]]
             return max(status.saved_step or 0, *resumed, 0)
     return 0
 

@@ -3,9 +3,8 @@
 After n samples, corpus i has given n w_i of them to within 1 - 1/(2k - 2) < 1, for k corpora of weights w that sum to 1
 (Tijdeman, "The chairman assignment problem", 1980).  Always taking the corpus that is furthest behind drifts further.
 
-The order repeats: weights are whole numbers whose sum is the period.  Those of a file are decimals, so they are exact,
-unless that would make the period longer than MAX_PERIOD; then they are rounded to whole numbers that sum to it, each by
-less than one, and those below one up to it."""
+The order has a period: the sum of the weights, as whole numbers.  Decimal weights are scaled exactly, unless the period
+would exceed MAX_PERIOD; then they are rounded to whole numbers that sum to it, each by less than one, or up to one."""
 
 import heapq
 import math
@@ -28,15 +27,14 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     largest_remainders = sorted(range(len(ratio)), key=lambda i: rounded[i] * total - ratio[i] * MAX_PERIOD)
     for i in largest_remainders[: max(0, MAX_PERIOD - sum(rounded))]:
         rounded[i] += 1
-    rounded[rounded.index(max(rounded))] -= max(0, sum(rounded) - MAX_PERIOD)  # what the smallest were raised by
+    rounded[rounded.index(max(rounded))] -= max(0, sum(rounded) - MAX_PERIOD)  # the sum of raises to 1
     return rounded
 
 
 def order(weights: Sequence[int]) -> np.ndarray:
-    """One period of the order: the corpus of each sample, uint16 [sum of weights].
-
-    Tijdeman's rule: sample j of corpus i, from 0 on, may come once (n + 1) w_i >= j + d, and must by
-    (n + 1) w_i = j + 1 - d, for d = 1/(2k - 2); of those that may, the one that must first does."""
+    """One period of the order: the corpus of each sample, uint16 [sum of weights].  Tijdeman's rule: sample j >= 0 of
+    corpus i is released once (n + 1) w_i >= j + d, and due by (n + 1) w_i = j + 1 - d, with d = 1/(2k - 2); of the
+    released samples, the one due first is next."""
     k, period = len(weights), sum(weights)
     if k == 1:
         return np.zeros(period, np.uint16)
@@ -44,7 +42,7 @@ def order(weights: Sequence[int]) -> np.ndarray:
     nth = np.concatenate([np.arange(weight) for weight in weights])
     # Times the weights' common denominator and 2k - 2, everything is a whole number: j + d becomes s j + 1.
     scale, weight = 2 * k - 2, np.array(weights, np.int64)[corpus]
-    release = -(-(scale * nth + 1) * period // (scale * weight))  # the first n + 1 at which it may come
+    release = -(-(scale * nth + 1) * period // (scale * weight))  # the first n + 1 at which it is released
     deadline = (scale * (nth + 1) - 1) * period / (scale * weight)
     urgency = np.lexsort((corpus, deadline))  # the job of each rank
     rank_of_job = np.empty(period, np.int64)
@@ -63,7 +61,8 @@ def order(weights: Sequence[int]) -> np.ndarray:
 
 
 class Blend:
-    """weights: positive, one for each corpus.  counts: samples of each in one period [corpora]."""
+    """weights: positive, one for each corpus.
+    counts: samples of each corpus in one period [corpora]."""
 
     def __init__(self, weights: Sequence[float]):
         self.counts = np.array(whole_weights(weights), np.int64)
@@ -74,7 +73,7 @@ class Blend:
             self.nth[self.corpus == i] = np.arange(count)
 
     def locate(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus of each sample of the run [R], and its number among the samples of that corpus [R]."""
+        """The corpus of each sample of the run [R], and the sample's number within that corpus [R]."""
         period_R, place_R = np.divmod(index_R, self.period)
         corpus_R = self.corpus[place_R]
         return corpus_R, period_R * self.counts[corpus_R] + self.nth[place_R]
@@ -85,6 +84,6 @@ class Blend:
         return periods * self.counts + np.bincount(self.corpus[:rest], minlength=len(self.counts))
 
     def index_of(self, corpus: int, nth: int) -> int:
-        """Where in the run a sample of a corpus comes."""
+        """The place in the run of a corpus's nth sample."""
         period, rest = divmod(nth, int(self.counts[corpus]))
         return period * self.period + int(np.flatnonzero(self.corpus == corpus)[rest])

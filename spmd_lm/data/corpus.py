@@ -1,7 +1,6 @@
 """A run's data and the loader of its batches.  Text is token ids, split into training and validation.
 
-Documents are in the order of the hashes of their texts, and so is what is held out: neither their names nor the order
-in which they are given counts."""
+Documents are ordered, and held out, by hashes of their texts; their names and the order given do not matter."""
 
 import dataclasses
 import functools
@@ -66,7 +65,7 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of both splits, in hex: runs with the same fingerprint saw the same tokens."""
+        """SHA-256 of both splits, in hex: runs with equal fingerprints saw the same tokens."""
         splits = self.train, self.validation
         digest = hashlib.sha256(" ".join(f"{split.dtype.str}:{split.size}" for split in splits).encode())
         for split in splits:
@@ -74,7 +73,6 @@ class Corpus:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """One line with its sizes."""
         documents = "1 document" if self.num_documents == 1 else f"{self.num_documents:,} documents"
         return (
             f"{self.name}: {documents}, {self.num_bytes / 1e6:.2f} MB, {self.train.size:,} training tokens, "
@@ -88,10 +86,9 @@ Dataset = Corpus | TokenDataset | TaskDataset | InstructionDataset | SampleDatas
 
 def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES, context: int = MOST) -> Dataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`, and only conversations on
-    the `context` that they are truncated to.  rules: as of RULES.
-
-    Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
-    vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary that requires more ids."""
+    the `context` that they are truncated to.  rules: a version, as RULES.  Raises DataError for text that is missing,
+    empty, unreadable or not UTF-8, for malformed examples, for a damaged vocabulary, and for a token id not below
+    `vocab_size`; ConfigError for a vocabulary that requires more ids."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
     if isinstance(data, Documents):
@@ -119,7 +116,7 @@ def _load_documents(data: Documents, vocab_size: int, rules: int) -> Corpus:
     else:
         tokenizer = fitting_tokenizer(data, vocab_size, rules)
     _check_tokens(documents, tokenizer, vocab_size)
-    if rules < RULES and len(documents) == 1:  # was cut between two tokens
+    if rules < RULES and len(documents) == 1:  # rules 1 cut the token ids, not the text
         undivided = _tokenize(documents, tokenizer)
         train, validation = np.split(undivided, [int((1 - fraction) * len(undivided))])
     else:
@@ -132,7 +129,7 @@ def _load_documents(data: Documents, vocab_size: int, rules: int) -> Corpus:
 
 
 def _train_tokenizer(data: Documents, documents: list[Document], vocab_size: int) -> SubwordTokenizer:
-    """On the training documents, up to MAX_TRAINING_TEXT bytes."""
+    """Trains on up to MAX_TRAINING_TEXT bytes of the documents."""
     texts = [document.text for document in documents]
     ends = np.cumsum([len(text) for text in texts])
     texts = texts[: max(1, int(np.searchsorted(ends, MAX_TRAINING_TEXT, side="right")))]
@@ -164,7 +161,7 @@ def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
 def make_text_loader(
     tokens: TokenArray, tokenizer: Tokenizer, config: RunConfig, split: SplitName, seed: int | None = None
 ) -> Loader:
-    """Of one corpus.  seed: of its order; default train.seed."""
+    """The loader of one corpus.  seed: of its order; default train.seed."""
     if isinstance(config.objective, MaskedLM):
         return MaskedLMLoader(tokens, tokenizer, config, split, seed)
     loader = CausalLMLoader(tokens, config, split, seed)
@@ -175,7 +172,7 @@ def make_text_loader(
 def make_blend_loader(
     splits: Sequence[TokenArray], weights: Sequence[float], tokenizer: Tokenizer, config: RunConfig, split: SplitName
 ) -> Loader:
-    """Of several corpora.  Those without validation text are left out of validation."""
+    """The loader of several corpora; validation leaves out those without validation text."""
     if len(splits) == 1:
         return make_text_loader(splits[0], tokenizer, config, split)
     present = [i for i, tokens in enumerate(splits) if tokens.size or split == "training"]
@@ -189,7 +186,7 @@ def make_blend_loader(
 
 
 def _check_tokens(documents: list[Document], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """DataError for a token that the model has not; that the tokenizer has more is checked where it is made."""
+    """Raises DataError for a token beyond the model's vocabulary."""
     for document in documents if tokenizer.vocab_size > vocab_size else []:
         tokens = tokenizer.encode(document.text)
         if tokens.max(initial=0) >= vocab_size:
@@ -201,7 +198,7 @@ def _check_tokens(documents: list[Document], tokenizer: Tokenizer, vocab_size: i
 
 
 def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Their tokens, separated where the tokenizer has a token for that."""
+    """Token ids of all documents, with separators if the tokenizer has one."""
     encoded, empty = [tokenizer.encode(document.text) for document in documents], tokenizer.encode("")
     separator = empty if tokenizer.eos_token_id is None else np.array([tokenizer.eos_token_id], empty.dtype)
     parts = itertools.chain.from_iterable((separator, begin(tokenizer, ids, document=True)) for ids in encoded)
@@ -209,8 +206,7 @@ def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def split_documents(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Training documents and validation documents, which have `share` of the text.  If need be, the end of one document
-    is held out."""
+    """Training and validation documents, which have `share` of the text; if need be, one document is cut."""
     digests = [hashlib.sha256(document.text).digest() for document in documents]
     order = sorted(range(len(documents)), key=digests.__getitem__)
     draws = np.array([int.from_bytes(digests[i][:6]) / 2**48 for i in order])
@@ -225,7 +221,7 @@ def split_documents(documents: list[Document], share: float) -> tuple[list[Docum
 
 
 def split_by_name(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Splits by rules 1: `share` of the documents is held out, whatever their sizes; of a single one, the end."""
+    """The split by rules 1: `share` of the documents, whatever their sizes; of a single document, its end."""
     if len(documents) == 1:
         (divided,) = documents
         cut = int((1 - share) * len(divided.text))
@@ -236,9 +232,8 @@ def split_by_name(documents: list[Document], share: float) -> tuple[list[Documen
 
 
 def hold_out(names: list[str], fraction: float) -> list[bool]:
-    """Which of two or more documents are for validation: about `fraction` of them, each by its name alone.
-
-    If that would leave a split empty, the document nearest to the threshold moves there."""
+    """A mask of the documents held out for validation: about `fraction` of two or more, each by its name alone.  If a
+    split would be empty, the document nearest to the threshold moves there."""
     digests = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
     draws = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]  # uniform in [0, 1)
     held_out = [draw < fraction for draw in draws]

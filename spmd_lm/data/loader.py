@@ -1,7 +1,7 @@
-"""What all loaders share, and that of causal language models; `masked_lm.rows` and `tasks.loader` have the others.
+"""The base of all loaders, and the loaders of causal language models and of blends.
 
-Batches are a pure function of (seed, step), placed on devices shard by shard.  There is no state to save: to resume is
-to ask for the next step.  Each process reads only the rows of its own devices.
+Batches are a pure function of (seed, step), placed on devices shard by shard, so resuming needs no saved state.  Each
+process reads only the rows of its own devices.
 
 Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T + 1."""
 
@@ -27,16 +27,16 @@ from spmd_lm.errors import DataError
 
 SplitName = Literal["training", "validation"]
 
-# Independent random streams of one seed: the order of an epoch, where its windows start, how its rows are masked;
-# and of each corpus of a blend.
+# Independent random streams of one seed: the order of an epoch, the offset of its windows, the masks of its rows;
+# and the seed of each corpus of a blend.
 ORDER_STREAM, OFFSET_STREAM, ROW_STREAM, CORPUS_STREAM = range(4)
 
 
-ORDER_BLOCK = 4096  # places of a run whose order is computed at once, which costs little more than one place
+ORDER_BLOCK = 4096  # places whose order is computed together, at little more cost than one
 
 
-class RowDraws(NamedTuple):
-    """What the rows of a batch show."""
+class SampleIndices(NamedTuple):
+    """The examples of a batch's rows."""
 
     sample_ids_R: np.ndarray  # index of the row within its step
     example_R: np.ndarray
@@ -45,14 +45,13 @@ class RowDraws(NamedTuple):
 
 
 class Loader(abc.ABC):
-    """One split of a data set as batches.  An example is what an epoch shuffles: a window of text, or all choices of
-    one question.
+    """One split of a data set as batches.  Epochs shuffle examples: a window of text, or all choices of one question.
 
     Training shows every example once per epoch, in a new order each epoch.  Validation shows the same `num_validated`
     examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches of text, all of a
     task.  Rows of weight 0 fill the last batch; they never change a result.
 
-    bytes_per_token: bytes of text that each target spells [vocabulary]; None if targets are not all of a text."""
+    bytes_per_token: bytes of text per target id [vocabulary]; None if some targets are not text."""
 
     bytes_per_token: np.ndarray | None = None
 
@@ -70,7 +69,7 @@ class Loader(abc.ABC):
 
     @functools.cached_property
     def target_bytes(self) -> float | None:
-        """Bytes of text that the targets of one evaluation spell; None if tokens do not spell text out."""
+        """Bytes of text in the targets of one evaluation; None if tokens do not spell out text."""
         if self.bytes_per_token is None:
             return None
         batches = (self.rows(step, 0, self.batch_size) for step in range(len(self)))
@@ -81,8 +80,8 @@ class Loader(abc.ABC):
         return -(-self.num_validated * self.rows_per_example // self.batch_size)
 
     @abc.abstractmethod
-    def read(self, draws: RowDraws) -> Batch:
-        """The rows of these draws, on the host: fields are [R, T], those of PER_ROW [R]."""
+    def read(self, indices: SampleIndices) -> Batch:
+        """Reads these rows to the host: fields are [R, T], those of PER_ROW [R]."""
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows start..stop-1 of a step, on the host."""
@@ -90,7 +89,6 @@ class Loader(abc.ABC):
         return self.read_rows(step, np.arange(start, stop))
 
     def read_rows(self, step: int, sample_ids_R: np.ndarray) -> Batch:
-        """These rows of a step, on the host."""
         assert self.split == "training" or 0 <= step < len(self)
         return self.read_examples((step * self.batch_size + sample_ids_R) // self.rows_per_example, sample_ids_R)
 
@@ -99,14 +97,14 @@ class Loader(abc.ABC):
         if self.split == "training":
             example_R = self._order(index_R)
             return self.read(
-                RowDraws(sample_ids_R, example_R, index_R // self.num_examples, np.ones(len(index_R), bool))
+                SampleIndices(sample_ids_R, example_R, index_R // self.num_examples, np.ones(len(index_R), bool))
             )
         valid_R = index_R < self.num_validated
         example_R = np.where(valid_R, index_R, 0) * self.num_examples // max(self.num_validated, 1)
-        return self.read(RowDraws(sample_ids_R, example_R, None, valid_R))
+        return self.read(SampleIndices(sample_ids_R, example_R, None, valid_R))
 
     def _order(self, index_R: np.ndarray) -> np.ndarray:
-        """The example at each place of the run [R]."""
+        """Maps places of the run to examples [R]."""
         block_R, place_R = np.divmod(index_R, ORDER_BLOCK)
         example_R = np.empty_like(index_R)
         for block in np.unique(block_R).tolist():
@@ -115,14 +113,13 @@ class Loader(abc.ABC):
         return example_R
 
     def _compute_order(self, block: int) -> np.ndarray:
-        """The examples at the places of a block [ORDER_BLOCK]."""
+        """Examples at the places of a block [ORDER_BLOCK]."""
         epoch, index = np.divmod(np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK), self.num_examples)
         return permute(index, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch))
 
     def batch(self, step: int, shardings: Batch) -> Batch:
         """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
-
-        shardings: a Batch of jax.sharding.Sharding.  A field whose sharding is None is left out."""
+        shardings: a Batch of jax.sharding.Sharding; fields with None are left out."""
         rows_MB = np.arange(self.batch_size).reshape(self.microbatches, -1)
         present = {name: sharding for name, sharding in vars(shardings).items() if sharding is not None}
         shapes = {name: rows_MB.shape + (() if name in PER_ROW else (self.context,)) for name in present}
@@ -151,14 +148,14 @@ class Loader(abc.ABC):
 def batches_ahead(
     loader: Loader, shardings: Batch, steps: range, alone: Collection[int] = ()
 ) -> Iterator[Iterator[Batch]]:
-    """loader.batch of these steps in order, each made by a thread while the caller uses the one before it; but while
-    the caller uses the batch of a step in `alone`, the thread leaves devices alone."""
+    """Yields loader.batch of these steps in order, made by a thread while the caller uses the previous batch.
+    alone: steps during which the thread must not touch devices."""
 
     def batches() -> Iterator[Batch]:
         ahead = None
         for step in steps:
             ahead = ahead or pool.submit(loader.batch, step, shardings)
-            made = [ahead.result()]  # before the thread is busy, and in the way, again
+            made = [ahead.result()]  # before the thread competes with the caller again
             is_next = step + 1 in steps and step not in alone
             ahead = pool.submit(loader.batch, step + 1, shardings) if is_next else None
             yield made.pop()  # held by the caller alone
@@ -168,7 +165,7 @@ def batches_ahead(
 
 
 def how_to_add_text(config: RunConfig, split: SplitName) -> str:
-    """To a split that is too short."""
+    """Advice for a split that is too short."""
     if not isinstance(config.data, Tokens):
         return "Add text, change data.validation_fraction"
     if split == "training":
@@ -177,10 +174,9 @@ def how_to_add_text(config: RunConfig, split: SplitName) -> str:
 
 
 class CausalLMLoader(Loader):
-    """Windows of token ids; targets are the tokens one position later.
-
-    In training, all windows of an epoch are shifted by one random offset.  With data.pack, tokens attend within their
-    document, or its part in the row, whose positions begin at 0; the first token of a document is no target."""
+    """Windows of token ids; targets are the next tokens.  In training, all windows of an epoch are shifted by one
+    random offset.  With data.pack, tokens attend within their document, or its part in the row, with positions from 0;
+    a document's first token is no target."""
 
     def __init__(self, tokens: TokenArray, config: RunConfig, split: SplitName, seed: int | None = None):
         context, size = config.model.context, tokens.size
@@ -196,28 +192,28 @@ class CausalLMLoader(Loader):
         self.tokens, self.num_offsets = tokens, min(context, size - num_windows * context)
         self.document_starts = tokens.document_starts() if packs_documents(config.data) else None
 
-    def read(self, draws: RowDraws) -> Batch:
-        offset_R = draws.example_R * self.context
-        if draws.epoch_R is not None:
-            offset_R += (fold_in(self.seed, OFFSET_STREAM, draws.epoch_R) % self.num_offsets).astype(np.int64)
+    def read(self, indices: SampleIndices) -> Batch:
+        offset_R = indices.example_R * self.context
+        if indices.epoch_R is not None:
+            offset_R += (fold_in(self.seed, OFFSET_STREAM, indices.epoch_R) % self.num_offsets).astype(np.int64)
         tokens_RS = self.tokens.read(offset_R, self.context + 1)
         shape = len(offset_R), self.context
         batch = Batch(
             tokens=tokens_RS[:, :-1],
             targets=tokens_RS[:, 1:],
-            loss_weights=np.broadcast_to(draws.valid_R[:, None], shape).astype(np.float32),
+            loss_weights=np.broadcast_to(indices.valid_R[:, None], shape).astype(np.float32),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), shape),
             segments=None,
-            sample_ids=draws.sample_ids_R.astype(np.int32),
+            sample_ids=indices.sample_ids_R.astype(np.int32),
         )
         return batch if self.document_starts is None else pack(batch, self.document_starts, offset_R)
 
 
 def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Batch:
-    """The same rows, with their documents apart.  offset: of each row, in the tokens that document_starts [D + 1] is
-    of."""
+    """Separates the documents within rows.  offset: of each row, among the tokens that document_starts [D + 1]
+    describes."""
     rows, length = batch.tokens.shape
-    # Of each row, the documents that begin after its first token; one without tokens begins where the next one does.
+    # Documents that begin after a row's first token; an empty document begins where the next one does.
     begin_R, end_R = (np.searchsorted(document_starts, offset_R + n, side="right") for n in (0, length))
     count_R = end_R - begin_R
     row = np.repeat(np.arange(rows), count_R)
@@ -235,9 +231,8 @@ def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Bat
 
 
 class BlendLoader(Loader):
-    """Examples of several loaders, in the proportion of weights, each loader's in its own order (`blend`).
-
-    Validation ends where the first of them has no more."""
+    """Examples of several loaders in the proportion of `weights`, each loader in its own order (`blend`).  Validation
+    ends where the first loader runs out."""
 
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float], config: RunConfig, split: SplitName):
         super().__init__(config, split, sum(loader.num_examples for loader in loaders))
@@ -266,5 +261,5 @@ class BlendLoader(Loader):
 
         return jax.tree.map(merge, *parts) if parts else self.loaders[0].read_examples(nth_R, sample_ids_R)
 
-    def read(self, draws: RowDraws) -> Batch:
+    def read(self, indices: SampleIndices) -> Batch:
         raise NotImplementedError("the loaders of the corpora read their own rows")

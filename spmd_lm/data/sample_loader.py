@@ -1,4 +1,4 @@
-"""Rows from a function of one's own: sample n of a stream, the same wherever and whenever it is asked for."""
+"""Rows from the user's own function: sample n of a stream, a pure function of n."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.data_sections import CustomData
 from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import Loader, RowDraws, SplitName
+from spmd_lm.data.loader import Loader, SampleIndices, SplitName
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.own_module import line_in, load_object
@@ -20,7 +20,7 @@ from spmd_lm.own_module import line_in, load_object
 
 @dataclasses.dataclass(frozen=True)
 class SampleDataset:
-    """What sample(n) makes: of the first `validation_samples` validation data, of the others training data."""
+    """The samples of a function: the first `validation_samples` for validation, the rest for training."""
 
     data: CustomData
     tokenizer: Tokenizer
@@ -36,21 +36,18 @@ class SampleDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the function's file, of its name and of how many samples are held out, in hex."""
+        """SHA-256 of the function's file, its name and the number of held-out samples, in hex."""
         _, name, hash_ = ModuleRef.parse(self.data.module)
         return hashlib.sha256(f"{hash_} {name} {self.data.validation_samples}".encode()).hexdigest()
 
     def describe(self) -> str:
-        """One line with its sizes."""
         held_out = f"samples from {self.data.validation_samples:,} on, those before them for validation"
         return f"{self.name}: {held_out}, sha256 {self.fingerprint[:12]}"
 
 
 class SampleLoader(Loader):
-    """Rows in the order of n, in training without an end.
-
-    A sample is model.context + 1 token ids, or a mapping of a row's fields as Batch has them, without rows.  Positions
-    count from 0, segments are 1 and weights 1 where they are left out."""
+    """Rows in the order of n; training never ends.  A sample is model.context + 1 token ids, or a mapping of one row's
+    Batch fields.  By default, positions count from 0, and segments and weights are 1."""
 
     def __init__(self, dataset: SampleDataset, config: RunConfig, split: SplitName):
         super().__init__(config, split, dataset.data.validation_samples)
@@ -64,20 +61,20 @@ class SampleLoader(Loader):
     def read_examples(self, index_R: np.ndarray, sample_ids_R: np.ndarray) -> Batch:
         if self.split == "validation":
             return super().read_examples(index_R, sample_ids_R)
-        return self.read(RowDraws(sample_ids_R, self.num_examples + index_R, None, np.ones(len(index_R), bool)))
+        return self.read(SampleIndices(sample_ids_R, self.num_examples + index_R, None, np.ones(len(index_R), bool)))
 
-    def read(self, draws: RowDraws) -> Batch:
-        rows = [self._row(n) for n in draws.example_R.tolist()]
+    def read(self, indices: SampleIndices) -> Batch:
+        rows = [self._row(n) for n in indices.example_R.tolist()]
         fields: dict[str, Any] = dict.fromkeys(Batch.__dataclass_fields__)
         for name, leaf in self.fields.items():
             shape = len(rows), *leaf.shape[2:]
             fields[name] = np.array([row[name] for row in rows], leaf.dtype).reshape(shape)
             if name.endswith("weights"):
-                fields[name] *= draws.valid_R.reshape(-1, *(1,) * (len(shape) - 1))
-        return Batch(**fields | {"sample_ids": draws.sample_ids_R.astype(np.int32)})
+                fields[name] *= indices.valid_R.reshape(-1, *(1,) * (len(shape) - 1))
+        return Batch(**fields | {"sample_ids": indices.sample_ids_R.astype(np.int32)})
 
     def _row(self, n: int) -> dict[str, np.ndarray]:
-        """The fields of sample n.  DataError if the function fails, or returns something else."""
+        """The fields of sample n.  Raises DataError if the function fails, or returns something else."""
         where = f"{self.dataset.name}({n})"
         try:
             made = self.dataset.sample(n)
@@ -97,7 +94,7 @@ class SampleLoader(Loader):
         return row
 
     def _predicting_next(self, made: Any, where: str) -> dict[str, np.ndarray]:
-        """Fields of a row of token ids, each of which predicts the next one."""
+        """Fields of a row of token ids, with the next tokens as targets."""
         ids = np.asarray(made)
         if self.objective.kind != "causal_lm":
             reason = f"only objective.kind=causal_lm predicts the next of, not {self.objective.kind}"

@@ -1,8 +1,8 @@
 """Stateless random numbers and permutations: pure functions of a key, with no generator state and no table.
 
-Where element i of an epoch lands costs O(1): a run seeks to any step at once, and each process computes its own rows.
-The arithmetic is our own, because numpy may change the streams of its generators between versions; a resumed run must
-not see other numbers."""
+The place of element i of an epoch costs O(1): a run seeks to any step at once, and each process computes its own rows.
+The arithmetic is our own, because numpy may change its generators' streams between versions, and a resumed run must see
+the same numbers."""
 
 import functools
 
@@ -15,7 +15,7 @@ ROUND_PAIRS = 4
 
 @np.errstate(over="ignore")  # arithmetic is modulo 2**64
 def fold_in(*values: ArrayLike) -> np.ndarray:
-    """A 64-bit key from several non-negative integers, or from arrays of them, elementwise: chained splitmix64."""
+    """A 64-bit key from non-negative integers, or elementwise from arrays of them: chained splitmix64."""
     return functools.reduce(_fold, values, np.asarray(0, np.uint64))
 
 
@@ -32,11 +32,9 @@ def uniform(*values: ArrayLike) -> np.ndarray:
 
 
 def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
-    """The image of `index` < n under the permutation of range(n) that `key` selects; elementwise, over keys too.
-
-    A Feistel network permutes the smallest power of two that holds n.  A value outside range(n) is permuted again until
-    it is inside, less than one more step on average (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002)."""
+    """The image of `index` < n under the permutation of range(n) that `key` selects; elementwise, also over keys.  A
+    Feistel network permutes the smallest power of two that holds n.  Values outside range(n) are permuted again until
+    inside, less than one more step on average (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)."""
     index, key = np.broadcast_arrays(np.asarray(index, np.uint64), np.asarray(key, np.uint64))
     bits = (n - 1).bit_length()
     image = np.array(_feistel(index, bits, key))

@@ -1,6 +1,6 @@
 """Text files as documents: found, ordered, read, and checked to be UTF-8.
 
-A document's name is its path below the directory that was given."""
+A document's name is its path below the given directory."""
 
 import contextlib
 import glob
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from spmd_lm.errors import DataError
 from spmd_lm.files import memory_bytes, walk
 
-# Files that a directory is searched for; any other text must be named by its path or a glob.
+# Suffixes searched for in a directory; other text must be named by its path or a glob.
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 
-# Directories of the standard library that are not read: installed packages; tables of 1.4 MB, so regular that they
-# would flatter every loss; and what some distributions package separately, so that it would differ between machines.
+# Standard library directories to skip: installed packages; tables of 1.4 MB, so regular that they would flatter every
+# loss; and parts that some distributions package separately, so that the text would differ between machines.
 EXCLUDED = {"site-packages", "dist-packages", "encodings"}
 EXCLUDED |= {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"}
 
@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
 
 def read_standard_library() -> list[Document]:
-    """This Python's own sources: 390 files, 8.6 MB, read in 0.1 s, less a few that are deliberately not UTF-8."""
+    """Python's own sources: 390 files, 8.6 MB, read in 0.1 s, without a few that are deliberately not UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
     for name, path in _walk(root, (".py",), "data.path", EXCLUDED):
@@ -51,8 +51,10 @@ def read_standard_library() -> list[Document]:
 def read_documents(patterns: list[str], key: str = "data.path", suffixes: tuple[str, ...] = SUFFIXES) -> list[Document]:
     """The documents of files, globs and directories, each file once, ordered by `patterns`, then by name.
 
-    key: the configuration key of `patterns`; suffixes: the files that directories are searched for.  An empty file is
-    skipped if a directory or a glob matched it; it is an error if it was named itself."""
+    key: the configuration key of `patterns`.
+    suffixes: of files searched for in directories.
+
+    An empty file is skipped if a directory or a glob matched it; named explicitly, it is an error."""
     if not patterns:
         raise DataError(f"{key}: no path is given. Name a file, a glob or a directory.")
     files: dict[Path, tuple[str, Path]] = {}
@@ -103,9 +105,8 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
 
 
 def matches(pattern: str, seen: set[tuple[str, str]] | None = None) -> Iterator[str]:
-    """Matches like glob.glob, but `**` follows no links: two that lead back to their directory would match for ever.
-
-    seen: directories that were looked into, each with the pattern for what is below it."""
+    """Matches like glob.glob, but `**` follows no links: two that lead back to their directory would match forever.
+    seen: directories already searched, each with the pattern for what is below it."""
     seen = set() if seen is None else seen
     before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
@@ -147,7 +148,7 @@ def _read_bytes(path: Path, key: str) -> bytes:
 
 
 def _checked(document: Document, key: str) -> Document:
-    """The document.  Raises DataError for what is not UTF-8 text, with the way to make it so."""
+    """The document.  Raises DataError for anything but UTF-8 text, with a command to convert it."""
     text, path, is_utf8 = document.text, shlex.quote(str(document.path)), True
     try:
         text.decode()
@@ -157,7 +158,7 @@ def _checked(document: Document, key: str) -> Document:
         problem = f"not text: a NUL byte, which separates documents, at offset {offset}"
     except UnicodeDecodeError as error:
         problem, is_utf8 = f"not UTF-8: byte 0x{text[error.start]:02x} at offset {error.start}", False
-    # UTF-16: by its byte order mark, or because more than half of the bytes at even or at odd offsets are NUL.
+    # UTF-16: by its byte order mark, or if more than half of the bytes at even or at odd offsets are NUL.
     even, odd = (4 * text[start::2].count(0) > len(text) for start in (0, 1))
     encoding = {(True, False): "utf-16-be", (False, True): "utf-16-le"}.get((even, odd))
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):

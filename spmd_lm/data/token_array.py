@@ -1,4 +1,4 @@
-"""Token ids as loaders read them, wherever they are kept: in memory, or in files of any size.
+"""The token ids that loaders read, in memory or in files of any size.
 
 Shape suffixes: R rows, S tokens of a row, D documents."""
 
@@ -8,25 +8,23 @@ import numpy as np
 
 
 class TokenArray(Protocol):
-    """Documents, one after another.  size: of them all, in tokens."""
+    """Documents, one after another.  size: in tokens."""
 
     size: int
 
     def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
-        """The tokens from each start on, int32 [R, S] for S = length; no row goes past the last one.
-
-        Raises DataError for tokens that are not what was written, or not in the vocabulary, where that is checked."""
+        """The tokens from each start on, int32 [R, S] for S = length; no row goes past the last token.  Raises
+        DataError for tokens that fail their checksum or are not in the vocabulary, where that is checked."""
 
     def document_starts(self) -> np.ndarray:
-        """Where each document begins, and the end of the last one, int64 [D + 1]; a separator belongs to the document
-        before it."""
+        """Starts of documents, and the end of the last one, int64 [D + 1]; separators belong to the document before."""
 
     def document_texts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tokens of each document's text begin and end, without separators, int64 [D] each."""
+        """Starts and ends of each document's text, without separators, int64 [D] each."""
 
 
 class TokensInMemory:
-    """A 1-D array of ids, in which documents are separated by `eos_token_id`, if it is not None."""
+    """A 1-D array of ids, with documents separated by `eos_token_id` unless it is None."""
 
     def __init__(self, ids: np.ndarray, eos_token_id: int | None):
         assert ids.ndim == 1

@@ -1,7 +1,7 @@
 """Metrics that are ratios of sums over items, with bootstrap confidence intervals.
 
-The items are resampled RESAMPLES times with replacement, always by the same seed: the same figures give the same
-interval (B. Efron, Ann. Statist. 7, 1979: the percentile interval)."""
+Items are resampled RESAMPLES times with replacement, always with the same seed: equal figures give equal intervals (B.
+Efron, Ann. Statist. 7, 1979: the percentile interval)."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -13,33 +13,35 @@ MOST_DRAWS = 2**20  # at a time: 8 MiB of indices
 
 
 class Metric(NamedTuple):
-    """transform(sum of values / sum of weights), over N items.  The transform increases."""
+    """transform(sum of values / sum of weights) over N items, with an increasing transform."""
 
     values: np.ndarray  # [N]
     weights: np.ndarray  # [N]
     transform: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     def of(self, ratio: np.ndarray) -> np.ndarray:
-        """The metric for a sum of values over a sum of weights."""
-        with np.errstate(over="ignore"):  # the perplexity of a model that is certain of something else is infinite
+        """The metric for a ratio of sums."""
+        with np.errstate(over="ignore"):  # a confidently wrong model's perplexity is infinite
             return self.transform(ratio)
 
 
 def estimate(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Each metric, and its 95% interval, [low, high]; all are of the same N items, which are resampled together."""
+    """Metrics and their 95% intervals, [low, high]; the same N items are resampled for all."""
     columns = np.stack([column for metric in metrics.values() for column in (metric.values, metric.weights)], axis=1)
     values, intervals = {}, {}
     resampled = _resampled_sums(columns.astype(np.float64))
     for i, (name, metric) in enumerate(metrics.items()):
         value, weight = columns[:, 2 * i : 2 * i + 2].sum(0, dtype=np.float64)
         values[name] = float(metric.of(value / weight))
-        drawn = resampled[:, 2 * i] / resampled[:, 2 * i + 1]  # whose quantiles are finite, as an exponential's are not
+        drawn = (
+            resampled[:, 2 * i] / resampled[:, 2 * i + 1]
+        )  # transformed last: quantiles of exponentials may overflow
         intervals[name] = metric.of(np.quantile(drawn, [0.025, 0.975], method="linear")).tolist()
     return values, intervals
 
 
 def _resampled_sums(columns: np.ndarray) -> np.ndarray:
-    """Of columns [N, C] the sums over the items of each resample, [RESAMPLES, C]."""
+    """Sums of columns [N, C] over the items of each resample, [RESAMPLES, C]."""
     items, draw = len(columns), np.random.default_rng(SEED)
     at_a_time = max(1, MOST_DRAWS // items)
     sizes = [min(at_a_time, RESAMPLES - done) for done in range(0, RESAMPLES, at_a_time)]

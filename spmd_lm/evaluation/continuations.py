@@ -1,7 +1,7 @@
-"""Continuations of a context as windows: what cloze tests, multiple choice and the harness score.
+"""Continuations of a context as windows, for cloze tests, multiple choice and the harness.
 
 A context and its continuation are tokenized as one text, and divided where the context's own tokens end; white space at
-the end of the context belongs to the continuation.  So does the EleutherAI harness, whose figures are then ours."""
+the end of the context belongs to the continuation, as in the EleutherAI harness."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from spmd_lm.evaluation.scoring import Windows
 
 
 class Continuation(NamedTuple):
-    """location: file and line, for messages.  context, ids: token ids; the context has at least one."""
+    """Token ids to score, after a context of at least one.  location: file and line, for messages."""
 
     location: str
     context: np.ndarray
@@ -22,14 +22,13 @@ class Continuation(NamedTuple):
 
 
 class Encoder(NamedTuple):
-    """A run's tokenizer, and the number of token ids that its model has."""
+    """A run's tokenizer, and the size of its model's vocabulary."""
 
     tokenizer: Tokenizer
     vocab: int
 
     def encode(self, text: str | bytes, location: str) -> np.ndarray:
-        """Token ids, int64.  Raises DataError for one outside of the vocabulary, and for a text that the tokenizer
-        cannot read."""
+        """Token ids, int64.  Raises DataError for ids outside the vocabulary and for unreadable text."""
         try:
             ids = self.tokenizer.encode(text).astype(np.int64)
         except DataError as error:
@@ -38,14 +37,12 @@ class Encoder(NamedTuple):
         return ids
 
     def document(self, text: str | bytes, location: str) -> np.ndarray:
-        """Token ids after the token that begins a text, where data.bos puts one before contexts."""
+        """Token ids, after the first token if data.bos puts it before contexts."""
         return begin(self.tokenizer, self.encode(text, location))
 
     def continuation(self, context: str, text: str, location: str) -> Continuation:
-        """`text` after `context`; after an empty one, as the beginning of a document.
-
-        Raises DataError for a text that adds no token, and for an empty context where the tokenizer has no token to
-        start a document with."""
+        """`text` after `context`; after an empty one, as the beginning of a document.  Raises DataError for a text that
+        adds no token, and for an empty context if no token starts a document."""
         stripped = context.rstrip()
         text = context[len(stripped) :] + text
         length = len(self.document(stripped, location))
@@ -58,7 +55,7 @@ class Encoder(NamedTuple):
         return Continuation(location, ids[:length], ids[length:])
 
     def document_start(self, location: str) -> np.ndarray:
-        """The token that a document starts with, int64 [1]."""
+        """The token that starts a document, int64 [1]."""
         tokenizer = self.tokenizer
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if start is None:
@@ -70,8 +67,8 @@ class Encoder(NamedTuple):
 
 
 def continuation_windows(items: Sequence[Continuation], context: int) -> tuple[Windows, np.ndarray]:
-    """A window for each item; and whether its context is truncated, from the left, because the model reads `context`
-    tokens, bool [N].  Raises DataError for a continuation that leaves no room for one token of its context."""
+    """A window for each item, and the mask of items whose context is truncated from the left to `context` tokens, bool
+    [N].  Raises DataError for a continuation that leaves no room for one token of its context."""
     windows, truncated = [], []
     for item in items:
         room = context + 1 - len(item.ids)

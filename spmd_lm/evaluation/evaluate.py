@@ -17,7 +17,7 @@ from spmd_lm.step.program import Program
 
 
 def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[dict[str, float], float]:
-    """Metrics of the validation data, without dropout; and how many tokens, or labelled examples, they are of."""
+    """Metrics of the validation data, without dropout, and the number of tokens or labelled examples."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
     outputs = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
     if isinstance(loader, TaskLoader):
@@ -29,11 +29,12 @@ def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[
 
 
 def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, float], float]:
-    """Metrics of text, and the weight of its tokens.  outputs: of each step by loss, the first of them that of the
-    tokens, sums over its targets: the weighted loss in nats, the weight of those predicted correctly, the weight.
+    """Metrics of text, and the weight of its tokens.
 
-    eval_loss is the sum of the losses, each a mean in nats.  eval_perplexity is that of the tokens.  eval_accuracy is
-    the share of targets predicted correctly; several losses have eval_NAME_loss and eval_NAME_accuracy instead."""
+    outputs: by step and loss, the tokens' first, sums over targets: (loss in nats, weight of correct ones, weight).
+
+    eval_loss is the sum of the losses, each a mean in nats; eval_perplexity is of the tokens; eval_accuracy is the
+    share of correct predictions.  Several losses have eval_NAME_loss and eval_NAME_accuracy instead."""
     losses, accuracies, weights = {}, {}, {}
     for name in outputs[0]:
         columns = zip(*(output[name] for output in outputs), strict=True)
@@ -50,7 +51,7 @@ def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, floa
 
 
 def evaluate_run(config: RunConfig, fallback: bool = False) -> dict:
-    """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text.  fallback: as of `open_run`."""
+    """`spmd-lm eval`: metrics of a run's newest checkpoint on its validation text.  fallback: as for `open_run`."""
     program, params, step = open_run(config, fallback)
     corpus = load_run_data(config)
     metrics, count = validation_metrics(program, params, make_loader(config, corpus, "validation"))

@@ -1,12 +1,12 @@
-"""A run as a model of the EleutherAI harness (the extra `lm-eval`), for the tasks that the harness knows.
+"""A run as a model of the EleutherAI harness (the extra `lm-eval`), for the harness's tasks.
 
-    import lm_eval
-    from spmd_lm.evaluation.harness import HarnessLM
+   import lm_eval
+   from spmd_lm.evaluation.harness import HarnessLM
 
-    lm_eval.simple_evaluate(model=HarnessLM("runs/gpt2"), tasks=["lambada_openai"])
+   lm_eval.simple_evaluate(model=HarnessLM("runs/gpt2"), tasks=["lambada_openai"])
 
-Requests are scored by the function that scores `spmd-lm eval`'s own tasks.  In a job of several processes every process
-makes the same requests, and gets all results."""
+Requests are scored by the scorer of `spmd-lm eval`.  Every process of a job makes the same requests, and gets all
+results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,12 +27,13 @@ from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.runtime.devices import set_up_devices
 
-NEW_TOKENS = 256
-"""How many generate_until adds where a request does not say."""
+NEW_TOKENS = 256  # generate_until's default
 
 
 class HarnessLM(LM):
-    """run: its directory; overrides: section.key=value, as on the command line.  fallback: as of `open_run`.
+    """run: its directory.
+    overrides: section.key=value, as on the command line.
+    fallback: as for `open_run`.
 
     Raises ConfigError for a run that is no causal language model."""
 
@@ -47,13 +48,12 @@ class HarnessLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness knows its cached requests by."""
+        """The harness's key for cached requests."""
         return getattr(self.program.config.data, "tokenizer", "ids").replace("/", "__")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): the continuation's log-likelihood in nats, and whether it is the greedy one.
-
-        Raises DataError as `spmd-lm eval` does for its own items."""
+        """Log-likelihood in nats of each (context, continuation)'s continuation, and whether it is the greedy one.
+        Raises DataError like `spmd-lm eval`."""
         if not requests:
             return []
         items = []
@@ -64,9 +64,8 @@ class HarnessLM(LM):
         return list(zip(scored.window_log_likelihood().tolist(), scored.window_greedy().tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Of each (text,): the log-likelihood of all its tokens in nats, the first one at the start of a document.
-
-        Windows do not overlap, but for the last one, which is full."""
+        """Log-likelihood in nats of all tokens of each (text,), the first after the token that starts a document.
+        Windows do not overlap, except for the last one, which is full."""
         context, parts, owner = self.program.config.model.context, [], []
         for i, request in enumerate(requests):
             where = f"loglikelihood_rolling request {i}"
@@ -81,8 +80,8 @@ class HarnessLM(LM):
         return np.bincount(owner, log_likelihood, len(requests)).tolist()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Of each (context, options): the text that follows, up to the first of `until`, the end of the document, or
-        max_gen_toks tokens.  Greedy, unless do_sample is true.  Raises ConfigError for an option that is not known."""
+        """Continues each (context, options), up to the first of `until`, the end of the document, or max_gen_toks
+        tokens.  Greedy, unless do_sample is true.  Raises ConfigError for an unknown option."""
         texts = [""] * len(requests)
         options = [parse_options(request.args[1]) for request in requests]
         for sampling in dict.fromkeys(sampling for sampling, _ in options):
@@ -95,7 +94,7 @@ class HarnessLM(LM):
         return texts
 
     def _continue(self, contexts: list[str], sampling: Sampling) -> list[str]:
-        """What follows each context, at most a batch of them, up to the end of the document."""
+        """Generates after each context, at most a batch of them, up to the end of the document."""
         tokenizer, size = self.encoder.tokenizer, self.program.config.train.batch
         generator = self.generators.get(sampling) or Generator(self.program, size, sampling, tokenizer)
         self.generators[sampling] = generator
@@ -109,7 +108,7 @@ class HarnessLM(LM):
 
 
 def parse_options(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
-    """How to sample, and where to stop, from the harness's generation options.  Raises ConfigError."""
+    """Sampling and stop texts, from the harness's generation options.  Raises ConfigError."""
     known = {"until", "max_gen_toks", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"}
     if unknown := [name for name in options if name not in known]:
         raise ConfigError(f"generate_until: unknown option {unknown[0]}. Use {', '.join(sorted(known))}.")

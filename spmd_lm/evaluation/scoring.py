@@ -1,7 +1,7 @@
-"""Log-likelihoods of chosen tokens by a causal model: the one function that every zero-shot task is computed with.
+"""Log-likelihoods of chosen tokens under a causal model, for every zero-shot task.
 
-A task says which tokens to score as windows of token ids.  They become rows of the run's own batches, under its own
-layout, so that one compiled program serves all tasks; rows of padding fill the last batch and never change a result.
+A task gives the tokens to score as windows of token ids.  They become rows of the run's own batches, under its own
+layout, so one compiled program serves all tasks; padding rows fill the last batch and never change a result.
 
 Shape suffixes: K token ids, N windows, S scored tokens of all windows, R rows of a batch, T the context."""
 
@@ -15,7 +15,7 @@ import numpy as np
 from spmd_lm.batch import Batch
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import Loader, RowDraws
+from spmd_lm.data.loader import Loader, SampleIndices
 from spmd_lm.errors import NonFiniteError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.program import Program
@@ -33,7 +33,6 @@ class Windows:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Windows]") -> "Windows":
-        """All windows, in order."""
         offsets = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
         tokens = np.concatenate([part.tokens for part in parts])
         moved = ((part.start + o, part.first + o, part.stop + o) for part, o in zip(parts, offsets, strict=True))
@@ -41,11 +40,9 @@ class Windows:
 
 
 def sliding_windows(tokens: np.ndarray, context: int, stride: int, *, last_is_full: bool = False) -> Windows:
-    """Windows of a text of at least 2 tokens that move by `stride`, at most `context`: every token but the first, which
-    has no context, is scored once, in the first window that predicts it.
-
-    The last window ends with the text, and so may be shorter than the others; last_is_full: it starts earlier instead,
-    to give its tokens as much context as there is."""
+    """Windows that move by `stride`, at most `context`, over a text of at least 2 tokens.  Every token but the first,
+    which has no context, is scored once, in the first window that predicts it.
+    last_is_full: start the last window earlier, for as much context as there is, instead of letting it be shorter."""
     last = len(tokens) - 1
     assert last >= 1 and 1 <= stride <= context
     number = 1 + -(-max(last - context, 0) // stride)
@@ -56,48 +53,45 @@ def sliding_windows(tokens: np.ndarray, context: int, stride: int, *, last_is_fu
 
 
 class Scored(NamedTuple):
-    """log_likelihood: float64 [S], in nats; greedy: bool [S], whether argmax takes the token; in the windows' order.
-    bounds: int64 [N + 1]: window n has the entries from bounds[n] to bounds[n + 1]."""
-
-    log_likelihood: np.ndarray
-    greedy: np.ndarray
-    bounds: np.ndarray
+    log_likelihood: np.ndarray  # float64 [S], in nats, in the windows' order
+    greedy: np.ndarray  # bool [S]: argmax takes the token
+    bounds: np.ndarray  # int64 [N + 1]: window n has entries bounds[n] to bounds[n + 1] - 1
 
     def window_log_likelihood(self) -> np.ndarray:
-        """The sum over the tokens of each window, [N]."""
+        """Sums over each window's tokens, [N]."""
         return np.add.reduceat(self.log_likelihood, self.bounds[:-1])
 
     def window_greedy(self) -> np.ndarray:
-        """Whether argmax takes every token of a window, bool [N]."""
+        """Mask of windows in which argmax takes every token, bool [N]."""
         return np.logical_and.reduceat(self.greedy, self.bounds[:-1])
 
 
 class WindowLoader(Loader):
-    """Windows as rows; a target that is scored has weight 1, every other one 0."""
+    """Windows as rows; scored targets have weight 1, others 0."""
 
     def __init__(self, windows: Windows, config: RunConfig):
         super().__init__(config, "validation", len(windows.start))
         self.packs_documents = packs_documents(config.data)
         self.windows, self.num_validated = windows, self.num_examples  # train.eval_batches does not cut a task short
 
-    def read(self, draws: RowDraws) -> Batch:
+    def read(self, indices: SampleIndices) -> Batch:
         w, position = self.windows, np.arange(self.context + 1)
-        start, first, stop = (bound[draws.example_R][:, None] for bound in (w.start, w.first, w.stop))
+        start, first, stop = (bound[indices.example_R][:, None] for bound in (w.start, w.first, w.stop))
         index = start + position
         tokens = np.where(index < stop, w.tokens[np.minimum(index, len(w.tokens) - 1)], 0).astype(np.int32)
-        is_scored = (index >= first) & (index < stop) & draws.valid_R[:, None]
+        is_scored = (index >= first) & (index < stop) & indices.valid_R[:, None]
         return Batch(
             tokens=tokens[:, :-1],
             targets=tokens[:, 1:],
             loss_weights=is_scored[:, 1:].astype(np.float32),
             positions=np.broadcast_to(position[:-1].astype(np.int32), is_scored[:, 1:].shape),
             segments=np.ones_like(tokens[:, 1:]) if self.packs_documents else None,
-            sample_ids=draws.sample_ids_R.astype(np.int32),
+            sample_ids=indices.sample_ids_R.astype(np.int32),
         )
 
 
 class Scorer:
-    """The model of a program with these parameters, laid out as the program's functions take them."""
+    """A program's model.  params: laid out for the program's functions."""
 
     def __init__(self, program: Program, params: Tree):
         self.program, self.params = program, params

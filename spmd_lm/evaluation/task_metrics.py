@@ -1,5 +1,6 @@
-"""Metrics of a task's validation split, from a model's logits; float64 on the host.  E examples, N features or rows, T
-the context, K classes or positions."""
+"""Metrics of a task's validation split, from logits; float64 on the host.
+
+Shape suffixes: E examples, N features or rows, T the context, K classes or positions."""
 
 import re
 import string
@@ -59,10 +60,9 @@ def _span_metrics(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length:
 
 
 def predict_answers(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length: int) -> list[str]:
-    """For each question the text of the best span in any of its windows.
-
-    The answer is empty where every window scores its [CLS], start and end together, above that span (the lowest null
-    score is compared, as by SQuAD 2.0's baselines).  Files without is_impossible (SQuAD 1.1) have no empty answers."""
+    """The text of the best span in any window of each question.  The answer is empty if every window scores its [CLS],
+    start and end together, above that span (the lowest null score is compared, as in SQuAD 2.0's baselines).  Files
+    without is_impossible (SQuAD 1.1) have no empty answers."""
     features, questions = loader.features, loader.task_split.questions
     offset_mapping = loader.task_split.offset_mapping
     assert offset_mapping is not None
@@ -100,8 +100,8 @@ def accuracy(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
 
 
 def matthews_correlation(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
-    """Matthews correlation (B. W. Matthews, Biochim. Biophys. Acta 405, 1975); of more than two classes R_K
-    (J. Gorodkin, Comput. Biol. Chem. 28, 2004).  0 where labels or predictions are all of one class."""
+    """Matthews correlation (B. W. Matthews, Biochim. Biophys. Acta 405, 1975), or R_K for more than two classes (J.
+    Gorodkin, Comput. Biol. Chem. 28, 2004).  0 if labels or predictions are all of one class."""
     n, correct = len(labels_N), int(np.sum(labels_N == predictions_N))
     classes = 1 + max(labels_N.max(), predictions_N.max())
     # Python's integers, so that a zero denominator is exactly 0.
@@ -112,15 +112,15 @@ def matthews_correlation(labels_N: np.ndarray, predictions_N: np.ndarray) -> flo
 
 
 def binary_f1(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
-    """The harmonic mean of precision and recall of class 1; 0 where it neither occurs nor is predicted."""
+    """Harmonic mean of precision and recall of class 1; 0 if it neither occurs nor is predicted."""
     true_positives = int(np.sum((labels_N == 1) & (predictions_N == 1)))
     positives = int(np.sum(labels_N == 1) + np.sum(predictions_N == 1))
     return 2 * true_positives / positives if positives else 0.0
 
 
 def best_span(start_logits_N: np.ndarray, end_logits_N: np.ndarray, max_answer_length: int) -> tuple[float, int, int]:
-    """The highest start_logits[i] + end_logits[j] with i <= j < i + max_answer_length, and its i and j; of equal ones
-    the first, then the shortest."""
+    """The highest start_logits[i] + end_logits[j] with i <= j < i + max_answer_length, i and j; among equals the first,
+    then the shortest."""
     n = len(start_logits_N)
     max_answer_length = min(max_answer_length, n)
     padded = np.concatenate([end_logits_N, np.full(max_answer_length - 1, -np.inf)])
@@ -132,15 +132,15 @@ def best_span(start_logits_N: np.ndarray, end_logits_N: np.ndarray, max_answer_l
 
 
 def normalize_answer(text: str) -> str:
-    """An answer as SQuAD's evaluation script compares it: without case, punctuation, articles and extra white space."""
+    """Normalizes as SQuAD's evaluation script does: no case, punctuation, articles or extra white space."""
     no_punctuation = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", no_punctuation).split())
 
 
 def answer_scores(prediction: str, answers: Sequence[str]) -> tuple[float, float]:
-    """Whether the normalized prediction equals one of the answers, 1 or 0, and the highest F1 of it and one of them, as
-    bags of words (arXiv:1606.05250).  Without answers the empty prediction is right (arXiv:1806.03822); answers that
-    normalization leaves empty do not count, as in SQuAD 2.0's evaluation script."""
+    """Exact match (1 or 0) and the highest bag-of-words F1 with any of the answers, normalized (arXiv:1606.05250).  As
+    in SQuAD 2.0's evaluation script, without answers the empty prediction is right (arXiv:1806.03822), and answers that
+    normalization leaves empty are ignored."""
     prediction = normalize_answer(prediction)
     gold = [*filter(None, map(normalize_answer, answers))] or [""]
     return float(prediction in gold), max(_bag_of_words_f1(prediction.split(), answer.split()) for answer in gold)

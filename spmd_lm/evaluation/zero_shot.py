@@ -1,5 +1,5 @@
-"""Zero-shot tasks, all by one compiled program: `spmd-lm eval --task` on a run's newest checkpoint, and
-`train.eval_tasks` while it trains."""
+"""Zero-shot tasks with one compiled program: `spmd-lm eval --task` on a run's newest checkpoint, and `train.eval_tasks`
+during training."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +25,17 @@ from spmd_lm.step.program import Program
 
 
 def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None = None, fallback: bool = False) -> dict:
-    """{"step", "tasks": {NAME: {"metrics", "n", "ci95"}}}.  tasks: each NAME or NAME=PATH.  stride: tokens that windows
-    move by; None for each task's own.  fallback: as of `open_run`.
+    """{"step", "tasks": {NAME: {"metrics", "n", "ci95"}}}.
+
+    tasks: each NAME or NAME=PATH.
+    stride: tokens that windows move by; None for each task's own.
+    fallback: as for `open_run`.
 
     Raises ConfigError for a run that is no causal language model, an unknown task or a stride that does not fit, and
-    DataError for what is wrong with a task's files; all files are read before the checkpoint is."""
+    DataError for faults of a task's files; all files are read before the checkpoint is."""
     require_causal(config)
     if getattr(data_of_run(config), "tokenizer", None) in TRAINED_TOKENIZERS:
-        open_run(config, fallback)  # says that the tokenizer is gone, or that the run has not begun
+        open_run(config, fallback)  # raises if the tokenizer is gone, or the run has not begun
     with naming("--task"):
         kinds = [kind for kind, _ in parse_tasks(tasks)]
     check_stride(stride, config.model.context, kinds)
@@ -43,13 +46,12 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
 
 
 def score_tasks(program: Program, params: Tree, tasks: Sequence[EvalTask]) -> dict[str, TaskFigures]:
-    """The figures of each task, by its name."""
     scorer = Scorer(program, params)
     return {task.name: task.figures(scorer(task.windows)) for task in tasks}
 
 
 def require_causal(config: RunConfig) -> None:
-    """Raises ConfigError for a run that predicts anything but the next token."""
+    """Raises ConfigError for other runs than causal language models."""
     if not isinstance(config.objective, CausalLM):
         raise ConfigError(
             f"{config.run.directory}: objective.kind={config.objective.kind} gives a text no likelihood, which "
@@ -59,7 +61,7 @@ def require_causal(config: RunConfig) -> None:
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Puts the key by which tasks are given before what is wrong with them."""
+    """Prefixes errors about tasks with the key or option that names them."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -69,8 +71,8 @@ def naming(key: str) -> Iterator[None]:
 def make_tasks(
     config: RunConfig, specs: Sequence[str], stride: int | None = None, data: Dataset | None = None
 ) -> list[EvalTask]:
-    """The tasks of NAME or NAME=PATH, with their items read.  data: the run's own, read again if it is None.  Raises
-    ConfigError and DataError, which begin with the task or its file."""
+    """The tasks of NAME or NAME=PATH, with their items.  data: the run's own; read again if None.  Raises ConfigError
+    and DataError, which begin with the task or its file."""
     parsed = parse_tasks(specs)
     encoder = Encoder(data.tokenizer if data else make_run_tokenizer(config), config.model.vocab)
 
@@ -87,8 +89,8 @@ def make_tasks(
 
 
 def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset | None = None) -> SplitText:
-    """The run's validation or test split, of a blend one corpus after another.  Its bytes are those that headers of
-    prepared shards tell; elsewhere what the tokens spell, if they spell bytes."""
+    """The run's validation or test split; a blend's corpora one after another.  Bytes are known from headers of
+    prepared shards, or if the tokens spell bytes."""
     section = data_of_run(config)
     if name == "test" and not isinstance(section, Tokens):
         what = f"data.source={section.source} has no test split, as data sets of `spmd-lm prepare` may have"
@@ -107,7 +109,7 @@ def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset
 
 
 def read_shards(splits: list[ShardedTokens], tokenizer: Tokenizer) -> SplitText:
-    """All of them, one after another."""
+    """Concatenates splits."""
     splits = [split for split in splits if split.size]
     read = (split.read(np.zeros(1, np.int64), split.size)[0] for split in splits)
     tokens = np.concatenate([np.empty(0, np.int32), *read])
@@ -118,13 +120,13 @@ def read_shards(splits: list[ShardedTokens], tokenizer: Tokenizer) -> SplitText:
 
 
 def count_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int | None:
-    """Of what the tokens spell; None if they do not spell bytes."""
+    """Bytes of the tokens' text; None if they do not spell bytes."""
     sizes = tokenizer.bytes_per_token
     return None if sizes is None else int(sizes[tokens].sum())
 
 
 def parse_tasks(specs: Sequence[str]) -> list[tuple[type[EvalTask], str]]:
-    """Each as `parse_task` does.  Raises ConfigError for one that is given twice."""
+    """Parses each.  Raises ConfigError for a task that is given twice."""
     parsed = [parse_task(spec) for spec in specs]
     names = [kind.name for kind, _ in parsed]
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -147,7 +149,7 @@ def parse_task(spec: str) -> tuple[type[EvalTask], str]:
 
 
 def check_stride(stride: int | None, context: int, kinds: Sequence[type[EvalTask]]) -> None:
-    """Raises ConfigError for a stride that some token would be skipped by, or that no task has a use for."""
+    """Raises ConfigError for a stride that would skip tokens, or that no task uses."""
     if stride is None:
         return
     if not 1 <= stride <= context:

@@ -1,6 +1,6 @@
 """A conversation with a run: the user's turns are given, the model's are generated.
 
-Messages become a text by the chat template of the run's tokenizer, as `data.source: instructions` trains on it."""
+Messages are rendered by the chat template of the run's tokenizer, as `data.source: instructions` trains on them."""
 
 import datetime
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ def chat_run(
     fallback: bool = False,
     opened: tuple[Program, Tree] | None = None,
 ) -> list[str]:
-    """The answers of a run's newest checkpoint to the user's turns of one conversation, in which it reads its own
-    answers.  fallback, opened: as of `generate_run`.
+    """Answers of a run's newest checkpoint to the user's turns of one conversation, whose answers it reads as it goes.
+    fallback, opened: as for `generate_run`.
 
-    An answer ends at the end-of-sequence token, at what the template writes after an answer, or after sampling.tokens.
-    Raises ConfigError for a model that is not causal or has no chat template, DataError for what the template
+    An answer ends at the end-of-sequence token, at the template's end of a turn, or after sampling.tokens.  Raises
+    ConfigError for a model that is not causal or has no chat template, DataError for messages that the template
     refuses."""
     config = opened[0].config if opened else config
     require_generative(config)
@@ -45,7 +45,7 @@ def chat_run(
     template = find_template(data, tokenizer)
     with Renderer(template, datetime.datetime.now()) as renderer:
         ends = [end for end in (end_of_turn(renderer), template.special_tokens.get("eos_token")) if end]
-        renderer.render_prompt(_conversation(turns[:1], []))  # is refused before the checkpoint is read
+        renderer.render_prompt(_conversation(turns[:1], []))  # fails before the checkpoint is read
         program, params = opened or open_run(config, fallback)[:2]
         generator, answers = Generator(program, 1, sampling, tokenizer), list[str]()
         for count in range(1, len(turns) + 1):
@@ -62,7 +62,7 @@ def chat_run(
 
 
 def end_of_turn(renderer: Renderer) -> str:
-    """What the template writes after an answer; '' for white space, and where it is not known."""
+    """The template's text after an answer; '' for white space, or if unknown."""
     with suppress(DataError):
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         (rendered,) = renderer.render([Conversation("--chat", messages)])

@@ -1,5 +1,5 @@
-"""Hidden words of a text, predicted: the likeliest tokens at each [MASK], by a model that was trained to predict masked
-tokens.  One [MASK] stands for one token: a byte, or a piece of a word, or a word."""
+"""The likeliest tokens at each [MASK] of a text, by a model trained on masked tokens.  One [MASK] stands for one token:
+a byte, a piece of a word, or a word."""
 
 from typing import NamedTuple
 
@@ -15,21 +15,20 @@ from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.generate import mask_logits
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.first_execution import alone_at_first
+from spmd_lm.runtime.first_execution import exclusive_first_call
 from spmd_lm.step.program import Program
 
 MASK = "[MASK]"  # in a text, whatever the vocabulary calls it
 
 
 class Prediction(NamedTuple):
-    """A token that may be what a [MASK] hides."""
-
     token: str
     probability: float
 
 
 def fill_mask_run(config: RunConfig, text: str, top: int) -> list[list[Prediction]]:
-    """`fill_mask` with a run's newest checkpoint.  ConfigError for a model that was not trained on masked tokens."""
+    """`fill_mask` with a run's newest checkpoint.  Raises ConfigError for a model that was not trained on masked
+    tokens."""
     if not isinstance(config.objective, MaskedLM):
         raise ConfigError(
             f"{config.run.directory}: objective.kind={config.objective.kind} has not learned to predict masked tokens. "
@@ -40,10 +39,8 @@ def fill_mask_run(config: RunConfig, text: str, top: int) -> list[list[Predictio
 
 
 def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[Prediction]]:
-    """For each [MASK] in `text` the `top` likeliest tokens, likeliest first.
-
-    The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long, or
-    with a token that the model lacks."""
+    """The `top` likeliest tokens for each [MASK] in `text`, likeliest first.  The text is read as one row, [CLS] text
+    [SEP].  Raises DataError for a text that lacks [MASK], is too long, or has a token that the model lacks."""
     tokenizer, model = make_run_tokenizer(program.config), program.config.model
     special, _ = tokenizer.special_tokens_and_words()
     ids = row_of(text, tokenizer, special)
@@ -66,7 +63,7 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
         logits = program.forward(params, batch)["tokens"][0, 0, masks]  # of the first row; all are alike
         return jax.nn.softmax(mask_logits(logits, is_token))
 
-    execute = alone_at_first(jax.jit(probabilities, compiler_options=program.xla_options.deterministic))
+    execute = exclusive_first_call(jax.jit(probabilities, compiler_options=program.xla_options.deterministic))
     chances = np.asarray(execute(params, batch))
     likeliest = np.argsort(-chances, axis=-1, kind="stable")[:, :top]
     return [
@@ -76,7 +73,7 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
 
 
 def row_of(text: str, tokenizer: Tokenizer, special: SpecialTokens) -> np.ndarray:
-    """The ids of [CLS] text [SEP], int32.  Raises DataError for a text without [MASK]."""
+    """Token ids of [CLS] text [SEP], int32.  Raises DataError for a text without [MASK]."""
     if MASK not in text:
         raise DataError(f"{text!r:.60} hides nothing. Write {MASK} for each token that is to be predicted.")
     before, *after = text.split(MASK)

@@ -1,7 +1,7 @@
-"""Text generation: prompts are tokenized, continued by a KV cache in batches sharded as the model is, and decoded.
+"""Text generation: prompts are tokenized, continued with a KV cache in batches sharded like the model, and decoded.
 
-The text of a row depends on (prompt, seed, row) alone, not on the layout or on the other rows of the batch.
-The batch dimension is that of prompts, padded to a multiple of the layout's batch shards."""
+A row's text depends on (prompt, seed, row) alone, not on the layout or on other rows.  The batch dimension is prompts,
+padded to a multiple of the layout's batch shards."""
 
 import functools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from spmd_lm.data.tokenizers.vocabulary import read_end_ids
 from spmd_lm.errors import ConfigError, DataError, NonFiniteError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.first_execution import alone_at_first
+from spmd_lm.runtime.first_execution import exclusive_first_call
 from spmd_lm.step.program import Program
 
 
@@ -31,8 +31,8 @@ def generate_run(
     fallback: bool = False,
     opened: tuple[Program, Tree] | None = None,
 ) -> list[str]:
-    """`generate_text` with a run's newest checkpoint, or with what is opened already.  fallback: as of `open_run`.
-    Raises ConfigError for a model that is not causal."""
+    """`generate_text` with a run's newest checkpoint, or with `opened`.  fallback: as for `open_run`.  Raises
+    ConfigError for a model that is not causal."""
     require_generative(config)
     program, params = opened or open_run(config, fallback)[:2]
     return generate_text(program, params, prompts, sampling, make_run_tokenizer(config))
@@ -50,10 +50,9 @@ def require_generative(config: RunConfig) -> None:
 def generate_text(
     program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling, tokenizer: Tokenizer | None = None
 ) -> list[str]:
-    """Each prompt with its continuation, up to the end of the document, or of sampling.tokens if there is no token for
-    it.  An empty prompt starts a document.  tokenizer: that of the run's data, read again if it is None.
-
-    Raises DataError as `encode_prompt` and `end_token_ids` do."""
+    """Prompts with their continuations, up to the end of the document, or of sampling.tokens if no token marks it.  An
+    empty prompt starts a document.  tokenizer: of the run's data, read again if None.  Raises DataError as
+    `encode_prompt` and `end_token_ids` do."""
     config = program.config
     tokenizer = tokenizer or make_run_tokenizer(config)
     prompt_ids = [encode_prompt(tokenizer, prompt, config.model.vocab) for prompt in prompts]
@@ -66,16 +65,14 @@ def generate_text(
 
 
 def end_token_ids(config: RunConfig, tokenizer: Tokenizer) -> list[int]:
-    """What ends a text: the token that separates documents, and those that an imported model's own files name."""
+    """Ids that end a text: the separator of documents, and those named by an imported model's own files."""
     own = read_end_ids(config.run.directory / TOKENIZER_DIR)
     return sorted({*own, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
-    """The token ids of a prompt, after the one that starts a document, int64.
-
-    Raises DataError for a prompt with a token outside the vocabulary; and for an empty one, if the tokenizer has no
-    token to start a document with."""
+    """Token ids of a prompt, after the one that starts a document, int64.  Raises DataError for a token outside the
+    vocabulary, and for an empty prompt if no token starts a document."""
     ids = begin(tokenizer, tokenizer.encode(prompt).astype(np.int64), prompt=True)
     if not ids.size and tokenizer.bos_token_id is not None:
         ids = np.array([tokenizer.bos_token_id], np.int64)
@@ -89,8 +86,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """logits [batch, vocab], with -inf for all but the `top_k` likeliest tokens, and of these all but the likeliest
-    whose probabilities sum to `top_p`.  Ties with the last token that is kept are kept as well."""
+    """Sets logits [batch, vocab] to -inf except for the `top_k` likeliest tokens, and among these the likeliest whose
+    probabilities sum to `top_p`.  Ties with the last kept token are kept."""
     if not top_k and top_p >= 1:
         return logits
     sorted_logits = jnp.sort(logits, axis=-1, descending=True)
@@ -105,7 +102,7 @@ def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
 
 
 def mask_logits(logits: jax.Array, allowed: np.ndarray) -> jax.Array:
-    """logits [.., vocab], with -inf for ids that are not allowed.  allowed: bool, without the layout's padding."""
+    """Sets logits [.., vocab] of disallowed ids to -inf.  allowed: bool, without the layout's padding."""
     padded = np.pad(allowed, (0, logits.shape[-1] - len(allowed)))
     return logits if allowed.all() else jnp.where(padded, logits, -jnp.inf)
 
@@ -113,8 +110,9 @@ def mask_logits(logits: jax.Array, allowed: np.ndarray) -> jax.Array:
 def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
     """The next token of each row, int32 [batch].
 
-    logits: [batch, vocab].  rows: the rows' numbers in the global batch, int32 [batch].  index: of the new token, from
-    0 after the prompt; with the seed and the row it keys the random draw."""
+    logits: [batch, vocab].
+    rows: the rows' numbers in the global batch, int32 [batch].
+    index: of the new token, from 0 after the prompt; keys the random draw, with the seed and the row."""
     if sampling.greedy or sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
@@ -127,18 +125,15 @@ def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling:
 
 
 def window_length(length: int, context: int) -> int:
-    """How many of the last tokens of a text of `length` tokens the model reads.
-
-    All of them, up to `context`.  A longer text starts again from its last half context, and the window grows to
-    `context` again: a KV cache cannot slide, because positions are learned."""
+    """Number of a text's last tokens that the model reads: all, up to `context`.  A longer text restarts from its last
+    half context, and the window grows to `context` again: a KV cache cannot slide, because positions are learned."""
     shortest = context // 2 or 1
     return length if length <= context else shortest + (length - context - 1) % (context + 1 - shortest)
 
 
 class Generator:
     """A model and its sampling options, compiled for batches of `rows` prompts.
-
-    tokenizer: whose tokens are sampled, and those that end a text; None for all ids of the model."""
+    tokenizer: restricts sampling to its tokens, and gives those that end a text; None for all ids of the model."""
 
     def __init__(self, program: Program, rows: int, sampling: Sampling, tokenizer: Tokenizer | None = None):
         shards = program.plan.layout.batch_shards
@@ -151,17 +146,17 @@ class Generator:
             self.allowed[[end for end in self.ends if end < len(self.allowed)]] = True
 
     def length(self, new_ids: np.ndarray) -> int:
-        """The number of ids before the first one that ends a text."""
+        """Number of ids before the first one that ends a text."""
         return int(np.argmax([*np.isin(new_ids, self.ends), True]))
 
     def generate(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
-        """Each prompt (at least one token id) followed by `sampling.tokens` new ones, int32."""
+        """Extends each prompt, of at least one token id, by `sampling.tokens` ids, int32."""
         context = self.program.config.model.context
         texts = [np.asarray(prompt, np.int32) for prompt in prompts]
         generated = 0
         while generated < self.sampling.tokens:
             windows = [text[-window_length(len(text), context) :] for text in texts]
-            # The longest window fills the cache, which the last token generated need not enter.
+            # The longest window fills the cache; the last generated token need not be in it.
             count = min(self.sampling.tokens - generated, context + 1 - max(map(len, windows)))
             new_tokens = self._extend_windows(params, windows, generated, count)
             texts = [np.concatenate([text, new]) for text, new in zip(texts, new_tokens, strict=True)]
@@ -169,7 +164,7 @@ class Generator:
         return texts
 
     def _extend_windows(self, params: Tree, windows: list[np.ndarray], generated: int, count: int) -> list[np.ndarray]:
-        """`count` new tokens of each window, after `generated` ones; one prefill."""
+        """`count` new tokens for each window, after `generated` ones; one prefill."""
         plan = self.program.plan
         tokens = np.zeros((self.rows, self.program.config.model.context + 1), np.int32)
         lengths = np.ones(self.rows, np.int32)
@@ -185,8 +180,8 @@ class Generator:
 
     @functools.cached_property
     def _prefill_and_decode(self):
-        """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens with `count`
-        more in each row, and whether any of its logits was NaN [batch]."""
+        """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens extended by
+        `count` in each row, and a mask of rows with NaN logits [batch]."""
         program, sampling, allowed = self.program, self.sampling, self.allowed
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
@@ -216,7 +211,7 @@ class Generator:
         specs = plan.param_specs, batch, batch, batch, P(), P()
         sharded = plan.shard_map(body, specs, (batch, batch), whole_sequence=True)
         replicated, options = plan.sharding(P()), program.xla_options.deterministic  # every process can read it
-        return alone_at_first(jax.jit(sharded, out_shardings=replicated, compiler_options=options))
+        return exclusive_first_call(jax.jit(sharded, out_shardings=replicated, compiler_options=options))
 
     @property
     def _batch_spec(self) -> P:

@@ -1,4 +1,4 @@
-"""Sampling options.  Free of jax, so that the command line refuses a bad option before jax is imported."""
+"""Sampling options, free of jax so that the command line can refuse a bad option before importing it."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ MOST_TOKENS = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen.  top_k=0 and top_p=1 keep every token."""
+    """top_k=0 and top_p=1 keep every token."""
 
     tokens: int = 200  # to generate; the end of a document ends the text earlier
     temperature: float = 1.0  # 0 is greedy
@@ -22,7 +22,7 @@ class Sampling:
         problems = []
         if not 1 <= self.tokens <= MOST_TOKENS:
             problems.append(f"tokens={self.tokens}: ask for 1 to {MOST_TOKENS:,}")
-        if self.temperature and not 1e-6 <= self.temperature <= 1e6:  # in float32 1/T is 0 of far larger ones, as T is
+        if self.temperature and not 1e-6 <= self.temperature <= 1e6:  # float32 has no reciprocal of far larger ones
             problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or 1e-6 to 1e6")
         if not 0 <= self.top_k < 2**31:
             problems.append(f"top_k={self.top_k}: use the number of tokens to keep, or 0 to keep all")

@@ -1,9 +1,9 @@
-"""Hugging Face's architectures as values: where they store each of our parameters, and what each key of config.json
-means here.  families/ has their tables.
+"""Hugging Face's architectures as data: where they store each of our parameters, and the meaning of config.json's keys.
+families/ has their tables.
 
 Our matrices are [width, other], whichever of the two is the input, with all layers of a kind stacked in front.  Hugging
-Face has one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  Nothing here reads a file or
-touches an array."""
+Face has one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  This module reads no file and
+touches no array."""
 
 import itertools
 import json
@@ -20,41 +20,36 @@ from spmd_lm.config.schema import Model
 Shape = tuple[int, ...]
 Index = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
 
-LAYER = "{layer}"  # stands for the layer's number in the names of tensors
+LAYER = "{layer}"  # placeholder of the layer's number in names of tensors
 EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 OUTPUT_EMBEDDING = "head.tokens"  # a model with tied embeddings does not have it, although its files may
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Where Hugging Face stores one parameter of ours.
+    """Location of one of our parameters in Hugging Face's tensors."""
 
-    param: path in our parameter tree, without the place in a period.  tensor: name of the tensor, with LAYER if there
-    is one per layer; where several parameters name one, it concatenates them along their last dimension, in the order
-    of the table.  transposed: the tensor has the parameter's two dimensions swapped.  by_head: it concatenates head by
-    head."""
-
-    param: str
-    tensor: str
-    transposed: bool = False
-    by_head: bool = False
+    param: str  # path in our parameter tree, without the place in a period
+    tensor: (
+        str  # with LAYER if there is one per layer; parameters of one tensor are concatenated on their last dimension
+    )
+    transposed: bool = False  # the tensor's two dimensions are swapped
+    by_head: bool = False  # concatenated head by head
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One parameter's part of a tensor.  param: its path.  layer: its entry of the parameter's stack; None where it is
-    no stack.  shape: of the part, as the parameter has it.  start: where in the tensor it begins, along its last
-    dimension, counted in one group."""
+    """One parameter's part of a tensor."""
 
     param: str
-    layer: int | None
-    shape: Shape
-    start: int = 0
+    layer: int | None  # index in the parameter's stack, if it is one
+    shape: Shape  # as the parameter has it
+    start: int = 0  # in the tensor's last dimension, within one group
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor, and the parts that it concatenates, once in each of `groups`."""
+    """A tensor that concatenates its parts, once in each of `groups`."""
 
     name: str
     parts: tuple[TensorPart, ...]
@@ -68,8 +63,7 @@ class HFTensor:
         return shape[::-1] if self.transposed else shape
 
     def index(self, part: TensorPart, index: Index) -> Index:
-        """The slice of the tensor that has the slice `index` of a part; of several groups, all of each one that has
-        some of it."""
+        """The slice of the tensor for the slice `index` of a part; of several groups, all of each that it touches."""
         *leading, bounds = index
         if self.groups == 1:
             along = part.start + bounds[0], part.start + bounds[1]
@@ -81,7 +75,7 @@ class HFTensor:
         return found[::-1] if self.transposed else found
 
     def pick(self, part: TensorPart, index: Index, read: np.ndarray) -> np.ndarray:
-        """The slice `index` of a part, of what `self.index` reads."""
+        """The slice `index` of a part, from the values that `self.index` selects."""
         value = read.T if self.transposed else read
         if self.groups == 1:
             return value
@@ -91,7 +85,7 @@ class HFTensor:
         return grouped.reshape(*value.shape[:-1], -1)[..., start - first * size : stop - first * size]
 
     def join(self, values: Iterable[np.ndarray]) -> np.ndarray:
-        """The tensor, of the values of all parts."""
+        """The tensor, from the values of all parts."""
         grouped = [value.reshape(*value.shape[:-1], self.groups, -1) for value in values]
         joined = np.concatenate(grouped, axis=-1) if len(grouped) > 1 else grouped[0]
         value = joined.reshape(*joined.shape[:-2], -1)
@@ -102,26 +96,23 @@ class HFTensor:
         return sum(part.shape[-1] for part in self.parts) // self.groups
 
     def _groups(self, part: TensorPart, bounds: tuple[int, int]) -> tuple[int, int]:
-        """The first group that has some of [start, stop), and the one after the last."""
+        """The first group that overlaps [start, stop), and the one after the last."""
         size = part.shape[-1] // self.groups
         return bounds[0] // size, -(-bounds[1] // size)
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json and the key of our section `model` that means the same.
-
-    default: what a config.json without the key means.  choices: for keys with named values, each of Hugging Face's
-    names and ours.  kind: of the value; by default the default's, and an integer where that is None."""
+    """A key of config.json and its counterpart in our section `model`."""
 
     hf_key: str
     model_key: str
-    default: Any
-    choices: Mapping[str, str] = field(default_factory=dict)
-    kind: type | None = None
+    default: Any  # of a config.json without the key
+    choices: Mapping[str, str] = field(default_factory=dict)  # named values, Hugging Face's to ours
+    kind: type | None = None  # by default that of `default`, or int for None
 
     def read(self, hf_config: Mapping[str, Any], errors: list[str]) -> Any:
-        """The value as our `model` has it; adds to `errors` if it is not of the key's type."""
+        """The value for our `model`; adds to `errors` if it has the wrong type."""
         value = hf_config.get(self.hf_key, self.default)
         if self.choices:
             if isinstance(value, str) and value in self.choices:
@@ -141,50 +132,39 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of config.json that mean something together, as those of rotary positions do.
-
-    names: of the keys that are known.  read(config.json, sizes, errors): the keys of our section `model` that
-    they mean; sizes has those that the table's ConfigKey entries have read, and problems are added to errors.
-    write(model): the same keys of config.json.  unread(config.json): names nested inside of these keys that `read`
-    does not look at."""
+    """Keys of config.json that are read together, such as those of rotary positions."""
 
     names: tuple[str, ...]
+    # (config.json, keys of `model` read so far, errors) -> further keys of `model`
     read: Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], dict[str, Any]]
-    write: Callable[[Model], dict[str, Any]]
-    unread: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    write: Callable[[Model], dict[str, Any]]  # the inverse
+    unread: Callable[[Mapping[str, Any]], Iterable[str]] | None = None  # nested names that `read` ignores
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Model classes whose weights and configuration read alike.
+    """Model classes whose weights and configuration read alike."""
 
-    model_type: as in config.json.  classes: most common first, each with the objective whose heads it has.  weights:
-    the embedding's, then the layers', then the head's.  fixed: keys of our section `model` that are the same for all
-    such models, where that is not our default.  required: keys of config.json that change what they compute, each with
-    the only value that we support, which is also the default.  legacy_names: parts of tensor names, each with an older
-    spelling that is read too.  buffers: tensors that are not parameters, or duplicate one."""
-
-    model_type: str
-    classes: Mapping[str, Mapping[str, Any]]
-    weights: tuple[WeightMapping, ...]
+    model_type: str  # in config.json
+    classes: Mapping[str, Mapping[str, Any]]  # most common first, with the objective of their heads
+    weights: tuple[WeightMapping, ...]  # in order: embedding, layers, head
     config_keys: tuple[ConfigKey, ...]
     key_groups: tuple[ConfigKeys, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, Any] = field(default_factory=dict)
-    legacy_names: Mapping[str, str] = field(default_factory=dict)
-    buffers: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of `model` shared by all, where not our default
+    required: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json: the only, default value supported
+    legacy_names: Mapping[str, str] = field(default_factory=dict)  # parts of tensor names, with older spellings
+    buffers: tuple[str, ...] = ()  # tensors that are not parameters, or duplicate one
 
     def spellings(self, name: str) -> list[str]:
-        """A tensor's name, then its older spellings."""
+        """A tensor's name, and its older spellings."""
         return [name, *(name.replace(new, old) for new, old in self.legacy_names.items() if new in name)]
 
     def tensor_of(self, param: str) -> str | None:
-        """The tensor that stores a parameter which is no stack."""
+        """The tensor of a parameter that is not stacked."""
         return next((mapping.tensor for mapping in self.weights if mapping.param == param), None)
 
     def tensors(self, param_shapes: Mapping[str, Shape], heads: int = 1) -> list[HFTensor]:
-        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head.
-        heads: the model's."""
+        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
         tensors: dict[str, list[WeightMapping]] = {}
         for mapping in self._present(param_shapes):
             tensors.setdefault(mapping.tensor, []).append(mapping)
@@ -195,14 +175,14 @@ class Architecture:
         return result
 
     def _present(self, param_shapes: Mapping[str, Shape]) -> list[WeightMapping]:
-        """The mappings of these parameters, which have to have one each."""
+        """The mappings of these parameters, each of which must have one."""
         known = {_place(param)[1] for param in param_shapes}
         present = [mapping for mapping in self.weights if mapping.param in known]
         assert {mapping.param for mapping in present} == known, known ^ {mapping.param for mapping in present}
         return present
 
     def buffer_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-        """Those of these tensor names that hold no parameter, or one that another tensor holds as well."""
+        """The names among these of tensors without a parameter of their own."""
         output = {mapping.tensor for mapping in self.weights if mapping.param == OUTPUT_EMBEDDING}
         templates = (*self.buffers, *(output if OUTPUT_EMBEDDING not in param_shapes else ()))
         spellings = (spelling for template in templates for spelling in self.spellings(template))
@@ -210,19 +190,19 @@ class Architecture:
         return {name for name in names if pattern.fullmatch(name)}
 
     def unused_head_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-        """Those of these tensor names that hold heads which this model, by its objective, lacks."""
+        """The names among these of tensors of heads that this model's objective lacks."""
         present = {*param_shapes, OUTPUT_EMBEDDING}
         return {mapping.tensor for mapping in self.weights if mapping.param not in present}.intersection(names)
 
 
 def _layers(param_shapes: Mapping[str, Shape]) -> int:
-    """How many layers these parameters are of: all that are stacked at the places of a period."""
+    """Number of layers, stacked over all places of a period."""
     stacks = {_place(path)[0]: shape[0] for path, shape in param_shapes.items() if path.startswith("blocks.")}
     return sum(stacks.values())
 
 
 def _place(param: str) -> tuple[int, str]:
-    """The place in a period of a parameter, and its path without it."""
+    """A parameter's place in a period, and its path without it."""
     place, path = layer_path(tuple(param.split(".")))
     return place, ".".join(path)
 
@@ -230,7 +210,7 @@ def _place(param: str) -> tuple[int, str]:
 def _tensor(
     name: str, mappings: Iterable[WeightMapping], layer: int | None, param_shapes: Mapping[str, Shape], heads: int
 ) -> HFTensor:
-    """The tensor of this layer, which is an entry of the stacks at its place in the period."""
+    """The tensor of this layer, an entry of the stacks at its place in the period."""
     paths = {_place(path): path for path in param_shapes}
     period = 1 + max(place for place, _ in paths)
     parts: list[TensorPart] = []
@@ -247,13 +227,12 @@ def _tensor(
 
 
 def linear(param: str, module: str, **storage: Any) -> tuple[WeightMapping, WeightMapping]:
-    """A matrix and its bias.  storage: how the tensors store them."""
+    """A matrix and its bias.  storage: of WeightMapping."""
     matrix = WeightMapping(param, f"{module}.weight", **storage)
     return matrix, WeightMapping(f"{param}_bias", f"{module}.bias", **storage)
 
 
 def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
-    """A LayerNorm's scale and bias."""
     return WeightMapping(f"{param}.scale", f"{module}.weight"), WeightMapping(f"{param}.bias", f"{module}.bias")
 
 

@@ -1,4 +1,4 @@
-"""config.json to the sections `model` and `objective` of our configuration, and back."""
+"""Converts config.json to the sections `model` and `objective` of our configuration, and back."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +18,18 @@ from spmd_lm.runtime.formatting import abbreviate
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """The sections `model` and `objective` that a config.json stands for, and its keys that we do not know."""
-
     architecture: Architecture
     model: dict[str, Any]
     objective: dict[str, Any]
     unknown_keys: list[str]
 
     def tensors(self, shapes: Mapping[str, Shape]) -> list[HFTensor]:
-        """The tensors of a model with parameters of these canonical shapes."""
+        """Tensors of a model with parameters of these canonical shapes."""
         return self.architecture.tensors(shapes, self.model["heads"])
 
 
 def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
-    """Raises ConfigError, one line per key, if we cannot compute exactly what this model computes."""
+    """Raises ConfigError, one line per key, for a model that we cannot reproduce exactly."""
     architecture, class_name = _find_architecture(hf_config)
     errors: list[str] = []
     model = _read_model(architecture, hf_config, errors)
@@ -56,16 +54,14 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
     return ParsedConfig(architecture, model, objective, sorted(unknown))
 
 
-MOST_LAYERS = 10_000
-"""Of what is read layer by layer before the files are known to have as many."""
-HOW_COMPUTED = ("scan", "attention")
-"""Keys of section `model` that no import sets."""
+MOST_LAYERS = 10_000  # read layer by layer before the files are known to have as many
+HOW_COMPUTED = ("scan", "attention")  # keys of section `model` that no import sets
 DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 MODEL_DEFAULTS = {name: each.default for name, each in Model.model_fields.items() if not each.is_required()} | DROPOUT
 
 
 def _read_model(architecture: Architecture, hf_config: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Our section `model`; adds to `errors` what no such model has."""
+    """Our section `model`; adds to `errors` if config.json is wrong or unsupported."""
     given: dict[str, Any] = {}
     for key in architecture.config_keys:
         value = key.read(hf_config, errors)
@@ -106,9 +102,8 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
 
 
 def build_config(model: Model, objective: Objective, model_type: str = "") -> tuple[Architecture, dict[str, Any]]:
-    """The architecture of a model, and its config.json.  model_type: of the one to prefer where several match.
-
-    Raises ConfigError if Hugging Face has none like it, with what differs from the nearest one."""
+    """The architecture of a model, and its config.json.  model_type: preferred among several matches.  Raises
+    ConfigError if Hugging Face has none like it, with the differences from the nearest one."""
     candidates = [(each, [*_differences(each, model, objective)]) for each in ARCHITECTURES]
     architecture, found = min(candidates, key=lambda each: (len(each[1]), each[0].model_type != model_type))
     if found:
@@ -126,7 +121,7 @@ def build_config(model: Model, objective: Objective, model_type: str = "") -> tu
 
 
 def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
-    """The keys of config.json that say what a model is, so far as the architecture has them."""
+    """The keys of config.json for the model, as far as the architecture has them."""
     hf_config: dict[str, Any] = {}
     values = model.model_dump() | {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
     values |= {"query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim}
@@ -139,7 +134,7 @@ def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
 
 
 def _differences(architecture: Architecture, model: Model, objective: Objective) -> Iterator[str]:
-    """The settings that this architecture does not have: those that config.json would give back as others."""
+    """Settings that this architecture lacks, because config.json would not restore them."""
     if architecture.fixed.get("kind", "gpt") != model.kind:
         yield f"model.kind={model.kind}"
     errors: list[str] = []
@@ -160,8 +155,7 @@ def _differences(architecture: Architecture, model: Model, objective: Objective)
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A section `model`, without keys that do not change what a model's parameters mean, and with what defaults stand
-    for."""
+    """A section `model` without keys that leave the meaning of parameters unchanged, and with defaults resolved."""
     m = {name: value for name, value in settings.items() if name not in (*HOW_COMPUTED, *DROPOUT)}
     m["kv_heads"] = m["kv_heads"] or m["heads"]
     m["head_width"] = m["head_width"] or m["width"] / m["heads"]
@@ -184,8 +178,8 @@ CLASS_NAMES = {  # of the tasks' classes, in order
 
 
 def label_names(config: RunConfig, source: Mapping[str, Any], is_trained: bool) -> dict[str, Any]:
-    """id2label and label2id of a classifier: those of its task, once it is trained on one, or of the config.json that
-    it was imported with.  {} if neither names them."""
+    """id2label and label2id of a classifier: of its task, once trained on it, or of its imported config.json; {} if
+    unnamed."""
     if not isinstance(config.objective, Classification):
         return {}
     classes, given = config.objective.classes, source.get("id2label")

@@ -1,5 +1,5 @@
-"""A Hugging Face directory to import: its config.json, tensors and tokenizer files, and the configuration of the new
-run.  Does not import jax, so errors come at once."""
+"""A Hugging Face directory to import: config.json, tensors and tokenizer files, and the configuration of the new run.
+Does not import jax, so errors come at once."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,41 +19,38 @@ from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, rea
 ADDED_FILES = ("tokenizer.json", "added_tokens.json")  # have tokens that were added to a vocabulary
 CHAT_TEMPLATES = "additional_chat_templates"  # a directory: NAME.jinja each, beside the one of chat_template.jinja
 
-# Of an imported run, where neither --config nor the command line sets a key.
+# Defaults of an imported run, below --config and the command line.
 DEFAULTS = {
-    # Fine-tuning as Hugging Face's Trainer does it by default.
+    # Defaults of Hugging Face's Trainer.
     "optim": {"lr": 5e-5, "decay": "linear", "b2": 0.999, "weight_decay": 0.0},
     "train": {"steps": 1000, "batch": 32},
     "checkpoint": {"every": 500},
 }
 
-# Keys of section `model` that do not change what the parameters mean.
+# Keys of section `model` that leave the meaning of parameters unchanged.
 OVERRIDABLE = ("dropout", "attention_dropout", "scan", "attention")
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """tokenizer_files: names of those that the run and its exports keep, unchanged.  tokens_beyond: added tokens whose
-    ids the model lacks, as a tokenizer has that several models share."""
-
     path: Path
     config: ParsedConfig
     reader: SafetensorsReader
-    tokenizer_files: list[str]
-    tokens_beyond: list[str]
+    tokenizer_files: list[str]  # copied unchanged to the run and its exports
+    tokens_beyond: list[str]  # added tokens with ids that the model lacks, as in a tokenizer shared by several models
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """The names of a model's files, in its directory, that belong to its tokenizer."""
+    """Names of the files in a model's directory that belong to its tokenizer."""
     names = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if os.path.lexists(directory / name)]
     templates = directory / CHAT_TEMPLATES
-    if templates.is_symlink():  # as if it were a file, which is then refused
+    if templates.is_symlink():  # listed like a file, and then refused
         return [*names, CHAT_TEMPLATES]
     return [*names, *sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in templates.glob("*.jinja"))]
 
 
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copies files of a model's directory, small ones."""
+    """Copies small files of a model's directory."""
     for name in names:
         content = read_file(source / name)
         (target / name).parent.mkdir(exist_ok=True)
@@ -100,8 +97,8 @@ def open_directory(path: Path) -> ModelDirectory:
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> tuple[list[str], list[str]]:
-    """The added tokens of tokenizer files whose ids the model lacks; and what is wrong with these files, such as other
-    ids that it lacks.  Fewer ids than the model has are common: room to grow."""
+    """Added tokens in tokenizer files with ids that the model lacks, and problems of these files, such as other ids
+    that it lacks.  Having fewer ids than the model is common: room to grow."""
     beyond, problems = dict[str, None](), list[str]()
     for path in (directory / name for name in (*ADDED_FILES, "vocab.json", "vocab.txt")):
         if not os.path.lexists(path):
@@ -125,7 +122,7 @@ def _check_vocabulary(directory: Path, vocab_size: int) -> tuple[list[str], list
 
 
 def _unreadable(files: Iterable[Path]) -> Iterator[str]:
-    """What is wrong with files that are only copied, before the tensors are read."""
+    """Problems of files that are only copied, found before the tensors are read."""
     for file in files:
         try:
             read_file(file)
@@ -134,7 +131,7 @@ def _unreadable(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _read_ids(path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The ids of a vocabulary's tokens, and of those that were added to it, by the file's own numbers."""
+    """Ids of a vocabulary's tokens, and of tokens added to it, by the file's own numbers."""
     if path.suffix == ".txt":  # one token per line
         lines = read_file(path).removesuffix(b"\n").count(b"\n")
         return {"": lines}, {}
@@ -159,7 +156,7 @@ def make_run_config(
     Raises ConfigError, also if an override would change the model."""
     path, parsed, tokenizer_dir = model_dir.path / CONFIG_JSON, model_dir.config, str(Path(run_dir) / TOKENIZER_DIR)
     has_tokenizer = any(name in VOCABULARY_FILES for name in model_dir.tokenizer_files)
-    # Text, read by the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes.
+    # Text for the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes.
     synthetic = not has_tokenizer and parsed.objective["kind"] == "causal_lm"
     data = {"source": "synthetic" if synthetic else "python-stdlib"}
     data |= {"tokenizer": tokenizer_dir} if has_tokenizer else {}

@@ -1,8 +1,9 @@
-"""Models of the Hugging Face hub, `hf://ORG/NAME[@REVISION]`: what `import` reads of one commit, in its own cache.
+"""Models of the Hugging Face hub, `hf://ORG/NAME[@REVISION]`: the files of one commit that `import` reads, in hub's
+cache.
 
-huggingface_hub makes the requests and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.  It is loaded for such a
-reference alone: nothing else asks the network.  In its cache a file is a link to a blob, whose name is the hash that
-the hub gave: SHA-256 of what LFS stores, git's own hash of any other file."""
+huggingface_hub makes the requests and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.  It is loaded only for
+such a reference; nothing else uses the network.  In its cache a file is a link to a blob named by the hub's hash:
+SHA-256 for LFS files, git's own hash for others."""
 
 import fnmatch
 import hashlib
@@ -21,25 +22,24 @@ from spmd_lm.files import HUB_SCHEME
 from spmd_lm.huggingface.directory import CHAT_TEMPLATES
 from spmd_lm.huggingface.safetensors_io import INDEX_FILE, find_single_file, read_json
 
-# Patterns of what is downloaded before the weights.
+# Patterns of files that are downloaded before the weights.
 SMALL_FILES = [CONFIG_JSON, INDEX_FILE, *VOCABULARY_FILES, *COMPANION_FILES, f"{CHAT_TEMPLATES}/*.jinja"]
-TIMEOUT = 10  # seconds for the first answer, which the library would wait for without end
+TIMEOUT = 10  # seconds for the first answer, for which the library would wait forever
 HUB_NAME = r"\w[\w.-]{0,95}"
 REFERENCE = re.compile(rf"(?a){HUB_SCHEME}({HUB_NAME}/{HUB_NAME})(?:@({HUB_NAME}(?:/{HUB_NAME}){{0,4}}))?")
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A downloaded model.  directory: in the cache.  record: what a run keeps of where it is from.  others: names of
-    files of the commit that were not downloaded."""
+    """A downloaded model."""
 
-    directory: Path
-    record: dict[str, Any]
-    others: list[str]
+    directory: Path  # in the cache
+    record: dict[str, Any]  # of its origin, kept by the run
+    others: list[str]  # files of the commit that were not downloaded
 
 
 def download(reference: str) -> HubModel:
-    """Downloads what the cache does not have.  Raises ConfigError if that fails, or if a file is not the hub's."""
+    """Downloads missing files.  Raises ConfigError if that fails, or if a file is not the hub's."""
     match = REFERENCE.fullmatch(reference)
     if not match:
         raise ConfigError(f"{reference[:120]!r}: expected hf://ORG/NAME or hf://ORG/NAME@REVISION. Correct it.")
@@ -60,8 +60,8 @@ def download(reference: str) -> HubModel:
 
 
 def _fetch(reference: str, repo: str, revision: str | None) -> tuple[Path, list[str], list[str]]:
-    """The directory of the revision's commit in the cache, which files are wanted of it, and which it has.  Where the
-    hub cannot be reached, the cache must have them."""
+    """The directory of the revision's commit in the cache, the wanted files, and all files.  If the hub is unreachable,
+    the cache must have them."""
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -92,7 +92,7 @@ def _fetch(reference: str, repo: str, revision: str | None) -> tuple[Path, list[
 
 
 def _weight_files(reference: str, snapshot: Path, names: Iterable[str]) -> Iterator[str]:
-    """The names of the files that have the tensors, as SafetensorsReader finds them."""
+    """Names of the files with tensors, as SafetensorsReader finds them."""
     if INDEX_FILE not in names:
         yield find_single_file(reference, names)
         return
@@ -102,7 +102,7 @@ def _weight_files(reference: str, snapshot: Path, names: Iterable[str]) -> Itera
 
 
 def _checked_sha256(path: Path, reference: str) -> str:
-    """The SHA-256 of a file of the cache, in hex.  Raises ConfigError if the file is not what its blob's name says."""
+    """SHA-256 of a file in the cache, in hex.  Raises ConfigError if it contradicts the hash in its blob's name."""
     with open(path, "rb") as file:
         found = sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     expected = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
@@ -119,7 +119,7 @@ def _checked_sha256(path: Path, reference: str) -> str:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether no hub answered, or one that is down."""
+    """True if no hub answered, or one that is down."""
     from httpx2 import TransportError
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -128,7 +128,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """What is wrong, and how to mend it."""
+    """The cause and the remedy, in sentences."""
     from huggingface_hub import errors
 
     causes = [error]

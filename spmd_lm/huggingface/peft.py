@@ -1,8 +1,8 @@
-"""Directories of PEFT, adapter_config.json and adapter_model.safetensors, and the adapters of a run.
+"""Converts PEFT's directories, adapter_config.json and adapter_model.safetensors, to and from the adapters of a run.
 
-PEFT's A [rank, inputs] and B [outputs, rank] are ours as they are, or transposed, whichever way Hugging Face stores the
-matrix itself.  Where a family concatenates several of our matrices in one, A belongs to all of them: imported, each has
-a copy; exported, theirs are stacked, and B has a block for each."""
+PEFT's A [rank, inputs] and B [outputs, rank] are ours, transposed or not, as Hugging Face stores the matrix itself.  If
+a family concatenates several of our matrices in one, A is shared: on import each gets a copy; on export theirs are
+stacked, and B has a block for each."""
 
 import dataclasses
 import os
@@ -38,18 +38,17 @@ from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
 
-PREFIX = "base_model.model."  # of the names of tensors
+PREFIX = "base_model.model."  # in names of tensors
 
 TASK_TYPES = {"causal_lm": "CAUSAL_LM", "classification": "SEQ_CLS", "span": "QUESTION_ANS"}
 
 
 class AdaptedModule(NamedTuple):
-    """One of Hugging Face's modules with an adapter.  tensor: its weight.  parts: of that, those with an adapter of
-    their own."""
+    """A Hugging Face module with an adapter."""
 
     name: str
-    tensor: HFTensor
-    parts: tuple[tuple[TensorPart, LowRank | Scaling], ...]
+    tensor: HFTensor  # its weight
+    parts: tuple[tuple[TensorPart, LowRank | Scaling], ...]  # adapted ones
 
     @property
     def transposed(self) -> bool:
@@ -60,7 +59,7 @@ class AdaptedModule(NamedTuple):
         return self.tensor.parts[0].shape[0] if self.transposed else sum(part.shape[1] for part in self.tensor.parts)
 
     def rows(self, part: TensorPart) -> np.ndarray:
-        """The rows of B that are outputs of this part."""
+        """The rows of B that are this part's outputs."""
         if self.transposed:
             return np.arange(self.outputs)
         groups, size = self.tensor.groups, part.shape[1] // self.tensor.groups
@@ -69,11 +68,11 @@ class AdaptedModule(NamedTuple):
 
 
 class PeftNames:
-    """What PEFT calls the trained parameters of a run with adapters.  ConfigError for a model that Hugging Face does
-    not have."""
+    """PEFT's names of the trained parameters of a run with adapters.  Raises ConfigError for a model that Hugging Face
+    lacks."""
 
     def __init__(self, config: RunConfig, program: Program, *runs: Path):
-        """runs: of which one may have been imported, and say of which family it is."""
+        """runs: where to look for an imported config.json, which names the family."""
         files = (run / TOKENIZER_DIR / CONFIG_JSON for run in runs)
         model_type = next((str(read_json(file).get("model_type")) for file in files if os.path.lexists(file)), "")
         self.architecture, _ = build_config(config.model, config.objective, model_type)
@@ -90,7 +89,7 @@ class PeftNames:
         self.ties_trained_table = "embedding.tokens" in self.leaves and config.objective.ties_embeddings(config.model)
         self.dtype = np.dtype(config.precision.params)
         self.modules: list[AdaptedModule] = []
-        self.tensors: dict[str, HFTensor] = {}  # trained themselves, by PEFT's names
+        self.tensors: dict[str, HFTensor] = {}  # fully trained ones, by PEFT's names
         for tensor in tensors:
             module, _, kind = tensor.name.rpartition(".")
             parts = [(part, adapters.get(path_in_block(part.param))) for part in tensor.parts]
@@ -107,8 +106,8 @@ class PeftNames:
         self.tensors = {PREFIX + wrapped.get(name, name): tensor for name, tensor in self.tensors.items()}
 
     def read(self, directory: Path) -> dict[str, np.ndarray]:
-        """The parameters, by path, of a directory of PEFT; without those of a task's head that it leaves as they are in
-        the base.  ConfigError for tensors that are missing, of another shape, or of no parameter of this run."""
+        """Parameters by path from a PEFT directory, without unchanged ones of a task's head.  Raises ConfigError for
+        tensors that are missing, of another shape, or of no parameter of this run."""
         reader, names = SafetensorsReader(directory, ADAPTER_FILE), set[str]()
         params = {
             path: np.empty(leaf.shape, leaf.dtype) for path, leaf in self.leaves.items() if is_adapter(path.split("."))
@@ -157,13 +156,13 @@ class PeftNames:
         return params
 
     def _is_saved(self, name: str) -> bool:
-        """Whether a directory of PEFT has to have this tensor: one of modules_to_save, or a bias."""
+        """True if a PEFT directory must have this tensor: one of modules_to_save, or a bias."""
         module = name.rpartition(".")[0]
         saved = any(module.endswith(f".{each}") or f".{each}." in module for each in self.adapter.modules_to_save)
         return saved or getattr(self.adapter, "bias", "none") != "none"
 
     def write(self, params: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """(tensors by name, adapter_config.json) of these trained parameters of a run, by path."""
+        """(tensors by name, adapter_config.json) for a run's trained parameters, by path."""
         own = self._low_rank(self.adapter, params) if isinstance(self.adapter, LoRA) else self._scales(params)
         tensors, settings = own
         for name, tensor in self.tensors.items():
@@ -216,7 +215,7 @@ class PeftNames:
         return tensors, {"peft_type": "IA3", "feedforward_modules": self._targets(of_inputs) if of_inputs else []}
 
     def require_inputs(self, directory: Path) -> None:
-        """ConfigError if an adapter of IA3 scales the inputs of other modules than this project does."""
+        """Raises ConfigError if an IA3 adapter scales the inputs of other modules than ours."""
         given = read_json(directory / ADAPTER_CONFIG).get("feedforward_modules") or []
         for module in self.modules:
             is_given = (
@@ -232,14 +231,14 @@ class PeftNames:
                 )
 
     def _targets(self, names: Iterable[str]) -> list[str] | str:
-        """PEFT's target_modules: names, or an expression where one of them is the end of another module's name."""
+        """PEFT's target_modules: names, or a pattern if one of them is also a suffix of another module's name."""
         adapted = {module.name for module in self.modules}
         if all(self._ending(name) <= adapted for name in names):
             return [*names]
         return rf".*\.\d+\.({'|'.join(map(re.escape, names))})"
 
     def _key(self, name: str) -> str:
-        """A module's key of a pattern: the end of no other module's name."""
+        """A module's key in a pattern, which is no other module's suffix."""
         alone = all(_in_layer(each) == name for each in self._ending(name))
         return name if alone else rf"\d+\.{re.escape(name)}"
 
@@ -248,7 +247,7 @@ class PeftNames:
 
 
 def _has_one_input_factor(module: AdaptedModule, params: Mapping[str, np.ndarray]) -> bool:
-    """Whether all parts of the module have one A, as those of an adapter that was not trained."""
+    """True if all parts share one A, as in an untrained adapter."""
     first, *others = (params[f"{part.param}{SUFFIX}.a"][part.layer] for part, _ in module.parts)
     return all(np.array_equal(a, first) for a in others)
 
@@ -256,7 +255,8 @@ def _has_one_input_factor(module: AdaptedModule, params: Mapping[str, np.ndarray
 def _joined(
     module: AdaptedModule, params: Mapping[str, np.ndarray], *, one_input_factor: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """(A, B, scaling) of a module, whose parts have one A, or each has rows of its own of A, and columns of B."""
+    """(A, B, scaling) of a module.  one_input_factor: the parts share A; otherwise their rows of A, and columns of B,
+    are stacked."""
     adapters = [adapter for _, adapter in module.parts if isinstance(adapter, LowRank)]
     scaling = adapters[0].scaling
     of_a, of_b = list[np.ndarray](), list[np.ndarray]()
@@ -272,23 +272,22 @@ def _joined(
 
 
 def _in_layer(module: str) -> str:
-    """self_attn.q_proj of model.layers.3.self_attn.q_proj."""
+    """self_attn.q_proj for model.layers.3.self_attn.q_proj."""
     return re.split(r"\.\d+\.", module, maxsplit=1)[1]
 
 
 class AdaptedRun(NamedTuple):
-    """A run, and its canonical parameters: of another run, and of adapters.  adapter_size: how many are of these."""
+    """A run whose canonical parameters come from another run and from adapters."""
 
     program: Program
     pretrained: PretrainedRun
     params: Tree
-    adapter_size: int
+    adapter_size: int  # parameters of adapters
 
 
 def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) -> AdaptedRun:
-    """The run of `config`, with the adapters of a directory of PEFT.  Raises as `import_peft` does.
-
-    fallback: takes the newest checkpoint of run.init_from that is not damaged."""
+    """The run of `config`, with the adapters of a PEFT directory.  fallback: use run.init_from's newest undamaged
+    checkpoint.  Raises as `import_peft` does."""
     assert config.run.init_from
     program = Program(config)
     pretrained = PretrainedRun(program, Path(config.run.init_from).expanduser(), fallback)
@@ -302,9 +301,9 @@ def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) ->
 
 
 def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tuple[Program, Tree]:
-    """A program of the run `base` with adapters, of a directory of PEFT or of another run, in the layout of `base`, and
-    its parameters, as compiled functions take them.  ConfigError for what is neither.  fallback: takes the newest
-    checkpoints that are not damaged."""
+    """A program and its parameters, laid out for compiled functions: the run `base` with adapters of a PEFT directory
+    or of another run, in the layout of `base`.  fallback: use the newest undamaged checkpoints.  Raises ConfigError for
+    a directory that is neither."""
     where = f"--adapter {directory}"
     if base.adapter.kind != "none":
         base_run = base.run.init_from or "another run"
@@ -329,10 +328,9 @@ def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tu
 
 
 def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Creates run.dir, with the adapters of a directory of PEFT as its checkpoint at step 0.
-
-    Raises ConfigError if run.dir is not empty or cannot be written, or if the tensors are not those of such adapters;
-    NonFiniteError for NaN or infinite weights; CheckpointError if run.init_from is not their model."""
+    """Creates run.dir, with the adapters of a PEFT directory as its checkpoint at step 0.  Raises ConfigError if
+    run.dir is not empty or cannot be written, or if the tensors are not those of such adapters; NonFiniteError for NaN
+    or infinite weights; CheckpointError if run.init_from is not their model."""
     require_single_process("import")
     with atomic_directory(config.run.directory) as run_dir:
         adapted = read_adapters(directory, config)
@@ -350,14 +348,14 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _hub_name(runs: Sequence[Path]) -> str | None:
-    """ORG/NAME of the model of the hub that one of the runs was imported from."""
+    """ORG/NAME of the hub's model that one of the runs was imported from."""
     sources = (read_json(run / SOURCE_FILE) for run in runs if (run / SOURCE_FILE).is_file())
     names = (str(source.get("reference", "")).removeprefix("hf://").partition("@")[0] for source in sources)
     return next(filter(None, names), None)
 
 
 def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = False) -> dict[str, Any]:
-    """Creates `target`, a directory of PEFT with a run's newest adapters in `dtype`.  Raises as `export_hf` does."""
+    """Creates `target`, a PEFT directory with a run's newest adapters in `dtype`.  Raises as `export_hf` does."""
     require_single_process("export")
     require_absent_or_empty(target)
     program, params, step = restore_trained(config, fallback)

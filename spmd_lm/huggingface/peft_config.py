@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT, as the section `adapter` of a run.  Does not import jax, so errors come at once."""
+"""Converts PEFT's adapter_config.json to the section `adapter`.  Does not import jax, so errors come at once."""
 
 import json
 import re
@@ -35,18 +35,18 @@ SETTING_OF_KEY = {
     },
     "IA3": ANY_KIND,
 }
-"""By peft_type, keys of adapter_config.json, each with ours and PEFT's default."""
+"""Keys of adapter_config.json by peft_type, each with ours and PEFT's default."""
 NEUTRAL = {
     *("peft_type", "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "peft_version"),
     *("revision", "task_type", "qalora_group_size", "init_lora_weights", "megatron_core", "ensure_weight_tying"),
     *("feedforward_modules", "init_ia3_weights"),
 }
-"""Those that do not change what an adapter computes."""
+"""Keys that leave an adapter's computation unchanged."""
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The section `adapter` that an adapter_config.json means.  ConfigError, one line per key, for what is not
-    implemented here."""
+    """The section `adapter` for an adapter_config.json.  Raises ConfigError, one line per key, for unsupported
+    settings."""
     path = directory / ADAPTER_CONFIG
     given = read_json(path)
     kind = given.get("peft_type")
@@ -60,15 +60,15 @@ def read_settings(directory: Path) -> dict[str, Any]:
         for key, value in given.items()
         if key not in keys and key not in NEUTRAL and value not in (None, False, [], {}, "")
     ]
-    if not isinstance(how := given.get("init_lora_weights", True), bool) and how not in (
+    if not isinstance(init := given.get("init_lora_weights", True), bool) and init not in (
         "gaussian",
         "orthogonal",
         None,
     ):
-        problems.append(f"{path}: init_lora_weights={how} may change the base. Have PEFT save it as plain LoRA.")
+        problems.append(f"{path}: init_lora_weights={init} may change the base. Have PEFT save it as plain LoRA.")
     for key in ("rank_pattern", "alpha_pattern"):
         names = given.get(key) if isinstance(given.get(key), dict) else {}
-        # Others take a time exponential in the length of a name, and the directory may be anybody's.
+        # Other patterns take exponential time in the length of a name, and the directory may be anybody's.
         odd = [name for name in names or {} if re.search(r"[*+?{]", name.replace(r"\d+", "").replace(".*", "", 1))]
         problems += [f"{path}: {key}: {name:.80} is not implemented here. Write names." for name in odd]
     if problems:
@@ -81,7 +81,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _modules(directory: Path) -> list[str]:
-    """The modules that the tensors of a directory adapt."""
+    """The modules adapted by the tensors of a directory."""
     names = (
         re.fullmatch(r"base_model\.model\.(.*)\.(lora_A\.weight|ia3_l)", name)
         for name in SafetensorsReader(directory, ADAPTER_FILE).tensors
@@ -90,7 +90,7 @@ def _modules(directory: Path) -> list[str]:
 
 
 def validated_settings(directory: Path) -> Adapter:
-    """The same, as the section."""
+    """`read_settings` as a section."""
     settings, path = read_settings(directory), directory / ADAPTER_CONFIG
     try:
         return VALIDATORS["adapter"].validate_python(settings)
@@ -100,9 +100,8 @@ def validated_settings(directory: Path) -> Adapter:
 
 
 def make_adapter_config(directory: Path, run_dir: str, config_file: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run in `run_dir` with this adapter of the run that run.init_from names.
-
-    Raises ConfigError, also where it names none, or if an override would change the adapter."""
+    """The configuration of a run in `run_dir` with this adapter of the run named by run.init_from.  Raises ConfigError,
+    also if there is no run.init_from, or if an override would change the adapter."""
     settings = read_settings(directory)
     base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     run = given_value(config_file, overrides, "run", "init_from")

@@ -1,4 +1,5 @@
-"""Rotary positions in config.json, inside rope_parameters or the older rope_scaling, and in our section `model`."""
+"""Converts rotary positions between config.json, in rope_parameters or the older rope_scaling, and our section
+`model`."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -14,20 +15,19 @@ from spmd_lm.errors import ConfigError
 NESTED = ("rope_scaling", "rope_parameters")
 CONTEXT_KEY = "original_max_position_embeddings"
 SCALINGS: dict[str, type[Section]] = {kind_of(section): section for section in get_args(get_args(RopeScaling)[0])}
-"""By rope_type, which is also our `kind`."""
+"""Sections by rope_type, which equals our `kind`."""
 
 
 def _hf_keys(section: type[Section]) -> dict[str, str]:
-    """Hugging Face's key of each of a scaling's keys but its kind, and the original context of `dynamic`."""
+    """Hugging Face's keys of a scaling, by ours; `kind` is not one, nor the original context of `dynamic`."""
     excluded = ("kind", "original_context") if section is DynamicRope else ("kind",)
     keys = [key for key in section.model_fields if key not in excluded]
     return {key: CONTEXT_KEY if key == "original_context" else key for key in keys}
 
 
 def flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the keys inside rope_parameters, or the older rope_scaling, moved to the top level.
-
-    Raises ConfigError where they are no object, or contradict each other."""
+    """config.json with the keys inside rope_parameters, or the older rope_scaling, at the top level.  Raises
+    ConfigError if they are no object, or contradict each other."""
     flat = {key: value for key, value in hf_config.items() if key not in NESTED}
     given = {name: hf_config[name] for name in NESTED if hf_config.get(name)}
     for name, rope in given.items():
@@ -46,7 +46,7 @@ def flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_keys(rope: Mapping[str, Any]) -> set[str]:
-    """The keys of rope_parameters that `parse_rope` reads, given its rope_type."""
+    """Keys of rope_parameters that `parse_rope` reads, given its rope_type."""
     kind = _rope_type(rope)
     keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *([CONTEXT_KEY] if kind == "dynamic" else [])}
     return keys | ({*_hf_keys(SCALINGS[kind]).values()} if kind in SCALINGS else set())
@@ -57,9 +57,10 @@ def parse_rope(
 ) -> dict[str, Any]:
     """`rope_theta`, `rope_fraction` and `rope_scaling` of our section `model`, from the keys of one rope_parameters.
 
-    context: max_position_embeddings, which is the original one where none is given.  scalings: the values of rope_type
-    that are supported, beside default.  Adds to `errors` what transformers would compute in another way, or not at
-    all."""
+    context: max_position_embeddings, the default original context.
+    scalings: supported values of rope_type, besides default.
+
+    Adds to `errors` what transformers would compute differently, or not at all."""
     kind = _rope_type(rope)
     new, old = rope.get("rope_type"), rope.get("type")
     if kind not in ("default", *scalings):
@@ -76,7 +77,7 @@ def parse_rope(
 
 
 def rope_parameters(model: Model) -> dict[str, Any]:
-    """What `parse_rope` reads as the same keys of `model`; what has its default is left out."""
+    """The keys that `parse_rope` reads back as `model`'s, without defaults."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_fraction != 1:
         rope["partial_rotary_factor"] = model.rope_fraction
@@ -88,8 +89,8 @@ def rope_parameters(model: Model) -> dict[str, Any]:
 
 
 def as_exported(model: Model) -> Model:
-    """The model whose positions are exported.  Of `dynamic` scaling on longer rows the theta that all rows had, which
-    transformers would have for the longest alone; on shorter ones the original context."""
+    """The model whose positions are exported.  `dynamic` scaling becomes, on longer rows, the theta of all our rows,
+    which transformers would use for the longest alone; on shorter ones, the original context."""
     scaling = model.rope_scaling
     if not isinstance(scaling, DynamicRope):
         return model
@@ -100,13 +101,13 @@ def as_exported(model: Model) -> Model:
 
 
 def export_rope(model: Model) -> dict[str, Any]:
-    """The keys of config.json that say how positions are rotated, as transformers 4 reads them too."""
+    """Keys of config.json for rotary positions, readable by transformers 4 too."""
     model = as_exported(model)
     rope, scaling = rope_parameters(model), model.rope_scaling
     keys: dict[str, Any] = {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = rope
-    if isinstance(scaling, DynamicRope):  # whose original context this is
+    if isinstance(scaling, DynamicRope):  # it scales from this context
         keys["max_position_embeddings"] = model.context
     return keys
 

@@ -1,4 +1,4 @@
-"""Safetensors files: slices of tensors are read by name, and tensors are written one at a time.
+"""Reads slices of tensors in safetensors files by name, and writes tensors one at a time.
 
 The safetensors library reads, and refuses a header that contradicts its file.  Its writer needs all tensors of a file
 in memory at once, a second copy of the model, so `write_tensors` writes the format itself: the header's length in eight
@@ -24,15 +24,15 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
-# The dtypes that weights may have: the format's names by numpy's.
+# Supported dtypes of weights: the format's names by numpy's.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors have 10 MB
 
 
 def read_file(path: Path) -> bytes:
-    """A file of a model's directory.  Raises ConfigError if it cannot be read, or is a link that leads elsewhere: what
-    is imported and exported is copied."""
+    """Bytes of a file in a model's directory.  Raises ConfigError if it cannot be read, or links elsewhere: it will be
+    copied."""
     try:
         require_inside(path)
         return read_bytes(path, MAX_MODEL_FILE)
@@ -57,11 +57,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class SafetensorsReader:
-    """All tensors of a model's directory: of the files that model.safetensors.index.json lists, of the only
-    .safetensors file, or of the file `name`.  `tensors` has the library's slices by name: get_dtype() and get_shape()
-    read no data, an index reads that part.
-
-    Raises ConfigError, one line per problem, if files are missing, damaged, or pickles."""
+    """Tensors of a model's directory: in the files listed by model.safetensors.index.json, in the only .safetensors
+    file, or in the file `name`.
+    tensors: the library's slices by name; get_dtype() and get_shape() read no data, an index reads that part.  Raises
+      ConfigError, one line per problem, if files are missing, damaged, or pickles."""
 
     def __init__(self, directory: Path, name: str = ""):
         self.directory = directory
@@ -73,7 +72,7 @@ class SafetensorsReader:
             raise ConfigError(*problems)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor, in the file's dtype; nothing else is read."""
+        """Reads only this slice of a tensor, in the file's dtype."""
         try:
             return self.tensors[name][tuple(slice(*bounds) for bounds in index)]
         except Exception as error:  # the library raises a class of its own, derived from Exception alone
@@ -81,13 +80,13 @@ class SafetensorsReader:
             raise ConfigError(f"{self.directory}: {name} cannot be read: {reason}. Download it again.") from error
 
     def _find_files(self) -> dict[Path, list[str]]:
-        """The files of a model, each with the names of its tensors, as far as an index lists them."""
+        """A model's files, each with the tensors that an index lists for it."""
         if os.path.lexists(self.directory / INDEX_FILE):
             return self._read_index()
         return {self.directory / find_single_file(self.directory, os.listdir(self.directory)): []}
 
     def _read_index(self) -> dict[Path, list[str]]:
-        """The files that the index lists, each with the names of its tensors."""
+        """The files in the index, each with the names of its tensors."""
         index = self.directory / INDEX_FILE
         weight_map = read_json(index).get("weight_map")
         valid = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
@@ -106,7 +105,7 @@ class SafetensorsReader:
         return {self.directory / file: tensors for file, tensors in files.items()}
 
     def _open(self, path: Path, listed: Sequence[str]) -> str | None:
-        """Adds the tensors of a file; returns what is wrong with it.  listed: those that the index says are in it."""
+        """Adds the tensors of a file; returns its problem, if any.  listed: its tensors by the index."""
         from safetensors import safe_open
 
         try:
@@ -131,8 +130,8 @@ class SafetensorsReader:
 
 
 def find_single_file(where: Path | str, names: Iterable[str]) -> str:
-    """The only file with tensors among these names, those of a model without an index.  Raises ConfigError, which
-    begins with `where`, if there is none."""
+    """The name of the only file with tensors, of a model without an index.  Raises ConfigError, which begins with
+    `where`, if there is none."""
     top = sorted(name for name in names if "/" not in name)
     files = [name for name in top if name.endswith(".safetensors")]
     if SINGLE_FILE in files:
@@ -165,9 +164,8 @@ def write_tensors(
     max_shard_bytes: int,
     single_file: str = SINGLE_FILE,
 ) -> list[Path]:
-    """Writes `single_file`; or, if that would exceed `max_shard_bytes`, several files and an index.
-
-    values: in the order of `shapes`; one is in memory at a time.  A file exceeds the limit only if one tensor does."""
+    """Writes `single_file`, or several files and an index if that would exceed `max_shard_bytes`.
+    values: in the order of `shapes`; one is in memory at a time.  Only a single larger tensor exceeds the limit."""
     headers: list[dict[str, Any]] = [{}]
     end = total_size = 0
     for name, shape in shapes.items():
@@ -191,7 +189,7 @@ def write_tensors(
 
 
 def _write_file(path: Path, header: dict[str, Any], values: Iterator[np.ndarray]) -> None:
-    metadata = {"__metadata__": {"format": "pt"}}  # readers want the framework of the names and shapes
+    metadata = {"__metadata__": {"format": "pt"}}  # readers require the framework of the names and shapes
     text = json.dumps(metadata | header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
     with open(path, "wb") as file:

@@ -1,4 +1,4 @@
-"""What an export keeps of the config.json that its run was imported with."""
+"""The part of an imported run's config.json that its export keeps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,15 @@ LABEL_KEYS = {"id2label", "label2id"}
 TASK_KEYS = {"finetuning_task", "num_labels", "problem_type"}  # a former task's, once a head is trained on another
 DTYPE_KEYS = {"dtype", "torch_dtype"}  # transformers 5 writes the first, older versions the second
 CODE_KEY = "auto_map"  # names Python files of the model's own, which are not copied
-CHANGEABLE = {"dropout", "attention_dropout", "context"}  # keys of section `model` that import lets one change
+CHANGEABLE = {"dropout", "attention_dropout", "context"}  # keys of section `model` that import lets the user change
 
 
 def restore_keys(built: Mapping[str, Any], source: Mapping[str, Any], config: RunConfig, step: int) -> dict[str, Any]:
-    """The config.json of an export: `built`, of the run's model, with all keys of `source` that do not contradict it.
+    """The config.json of an export: `built`, from the run's model, with all keys of `source` that do not contradict it.
 
-    source: the config.json that the run keeps.  That of another model, whose tokenizer the run took over, is asked for
-    its special tokens alone.  step: of the checkpoint; from 1 on, the names of a task are no longer the source's."""
+    source: the run's imported config.json.  If it is of another model, whose tokenizer the run uses, only its special
+      tokens count.
+    step: of the checkpoint; after training, the names of a task are no longer the source's."""
     special = {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
     names = label_names(config, source, is_trained=step > 0)
     wanted, model = _parse(built), _parse(source)
@@ -35,7 +36,7 @@ def restore_keys(built: Mapping[str, Any], source: Mapping[str, Any], config: Ru
 
 
 def _parse(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The sections `model` and `objective` that a config.json stands for; None if it is not a model of ours."""
+    """The sections `model` and `objective` of a config.json; None if the model is not supported."""
     try:
         parsed = parse_config(hf_config)
         model = Model.model_validate(parsed.model)

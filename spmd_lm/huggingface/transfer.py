@@ -1,7 +1,7 @@
 """`spmd-lm import`: a Hugging Face directory to a run with a checkpoint at step 0.  `spmd-lm export`: a run's newest
 checkpoint to a Hugging Face directory.
 
-The host never has a second copy of the model.  Of each tensor, import reads only the slices that the layout's devices
+The host never holds a second copy of the model.  Import reads only the slices of a tensor that the layout's devices
 hold, one at a time; export gathers one tensor at a time."""
 
 import os
@@ -36,8 +36,8 @@ from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
 
-SOURCE_FILE = "source.json"  # of a run: the commit of the hub that it was imported from, and its files' hashes
-ROWS = 4096  # of a table that are compared at a time
+SOURCE_FILE = "source.json"  # in a run: its commit on the hub, and hashes of the files
+ROWS = 4096  # of a table, compared at a time
 STATE = "optimizer state"
 
 
@@ -94,7 +94,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
 
 
 def other_head(model_dir: ModelDirectory, shapes: Mapping[str, Shape], file_names: Mapping[str, str]) -> str:
-    """What is lost where the embeddings are tied, and the files have a head that is not the token table; '' if none."""
+    """A warning if tied embeddings lose a head in the files that differs from the token table; '' otherwise."""
     tensor_of, stored = model_dir.config.architecture.tensor_of, model_dir.reader.tensors
     head, table = tensor_of(OUTPUT_EMBEDDING), file_names.get(tensor_of("embedding.tokens") or "")
     if OUTPUT_EMBEDDING in shapes or head not in stored or table is None:
@@ -124,9 +124,8 @@ def other_head(model_dir: ModelDirectory, shapes: Mapping[str, Shape], file_name
 
 
 def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """The name in the files of each tensor of a model with these parameters.
-
-    Raises ConfigError for tensors that are missing, unexpected, of another shape, or not of a floating-point dtype."""
+    """Maps each tensor of a model with these parameters to its name in the files.  Raises ConfigError for tensors that
+    are missing, unexpected, of another shape, or not of a floating-point dtype."""
     architecture, stored = model_dir.config.architecture, model_dir.reader.tensors
     file_names: dict[str, str] = {}
     expected: dict[str, Shape] = {}
@@ -158,7 +157,7 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
 
 
 def read_params(model_dir: ModelDirectory, file_names: Mapping[str, str], abstract: Tree) -> Tree:
-    """The canonical parameters, in the dtypes and shardings of `abstract`."""
+    """Canonical parameters, in the dtypes and shardings of `abstract`."""
     leaves = leaves_by_path(abstract)
     stored: dict[str, dict[int | None, tuple[HFTensor, TensorPart]]] = {}
     for tensor in model_dir.config.tensors({path: leaf.shape for path, leaf in leaves.items()}):
@@ -174,8 +173,7 @@ def read_param(
     stored: Mapping[int | None, tuple[HFTensor, TensorPart]],
     abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """A parameter, from the slices of tensors that store it.  stored: where each layer of a stack is, or at None
-    everything."""
+    """A parameter, from the slices of tensors that store it.  stored: location by layer of a stack, or at None."""
 
     def read_part(layer: int | None, index: Index) -> np.ndarray:
         tensor, part = stored[layer]
@@ -216,10 +214,9 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
 def export_hf(
     config: RunConfig, target: Path, dtype: str, max_shard_bytes: int, fallback: bool = False
 ) -> dict[str, Any]:
-    """Creates `target`, with a run's newest parameters in `dtype`.  fallback: as of `restore_run`.
-
-    Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the
-    model; CheckpointError if there is no checkpoint, or one of another model."""
+    """Creates `target`, with a run's newest parameters in `dtype`.  fallback: as for `restore_run`.  Raises ConfigError
+    if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the model; CheckpointError
+    if there is no checkpoint, or one of another model."""
     require_single_process("export")
     require_absent_or_empty(target)
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
@@ -250,7 +247,7 @@ def export_hf(
 
 
 def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
-    """A tensor in `dtype`.  Raises NonFiniteError for values that this cannot hold."""
+    """A tensor in `dtype`.  Raises NonFiniteError for values that overflow."""
     with np.errstate(over="ignore"):
         result = value.astype(dtype)
     if not np.isfinite(result).all():
@@ -260,12 +257,12 @@ def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
-    """A tensor on the host, from the parameters that it concatenates."""
+    """A tensor on the host, concatenated from parameters."""
     return tensor.join(gather_param(params[part.param], part.layer) for part in tensor.parts)
 
 
 def gather_param(param: jax.Array, layer: int | None) -> np.ndarray:
-    """A parameter, or one layer of a stacked one, on the host, from its shards on all devices."""
+    """A parameter, or one layer of a stacked one, gathered on the host."""
     gathered = np.empty(param.shape if layer is None else param.shape[1:], param.dtype)
     for shard in param.addressable_shards:
         if shard.replica_id:

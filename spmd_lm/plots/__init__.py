@@ -1,10 +1,10 @@
 """Pictures of layouts, schedules, costs and training runs, for notebooks and reports.
 
-Each function takes plain data, as `spmd_lm.plan`, `spmd_lm.audit` and metrics.jsonl have it, and returns a `Figure`,
-which shows itself in a notebook.  None of them starts a device or imports jax.
+Each function takes plain data, from `spmd_lm.plan`, `spmd_lm.audit` or metrics.jsonl, and returns a `Figure`, which
+notebooks display.  None of them starts a device or imports jax.
 
-    plots.mesh(spmd_lm.plan(config))
-    plots.curves({"small": read_records(path)}, "loss")"""
+   plots.mesh(spmd_lm.plan(config))
+   plots.curves({"small": read_records(path)}, "loss")"""
 
 from spmd_lm.plots.bars import collectives, compare, goodput, memory
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of

@@ -1,4 +1,4 @@
-"""What a step costs each device, as bars: memory, and bytes on the wire; and what a run's time was spent on."""
+"""Bar charts of a step's memory and traffic per device, and of how a run's time was spent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ from spmd_lm.plots.style import (
 )
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity
 
-BAR, LABEL = 0.22, 0.26  # inches: a bar's height, and its label's above it
+BAR, LABEL = 0.22, 0.26  # inches: heights of a bar, and of the label above it
 
 
 @house_style()
 def memory(plans: Mapping[str, Any], capacity: float | None = None, *, width: float = WIDTH) -> Figure:
-    """Planned bytes per device, stacked by what they hold: a bar for each plan.
+    """Planned bytes per device, stacked by kind: a bar for each plan.
 
-    plans: plans or audits by name, as {"ZeRO-0": plan0, "ZeRO-3": plan3}; or one of them.  capacity: bytes of a device,
-    as a line."""
+    plans: plans or audits by name, as {"ZeRO-0": plan0, "ZeRO-3": plan3}; or one of them.
+    capacity: bytes of a device, drawn as a line."""
     named = plans if all(isinstance(plan, Mapping) and "memory" in plan for plan in plans.values()) else {"": plans}
     tables = {name: plan["memory"].get("planned", plan["memory"]) for name, plan in named.items()}
     kinds = list(dict.fromkeys(kind for table in tables.values() for kind in table))
@@ -60,7 +60,7 @@ def memory(plans: Mapping[str, Any], capacity: float | None = None, *, width: fl
 
 
 def finish_bars(axes: Any, count: int, most: float) -> None:
-    """Bars from the top down, without other axes than their own lengths."""
+    """Orders bars from the top down, and removes the axes."""
     axes.set(xlim=(0, most * 1.02 or 1), ylim=(count - 0.45, -0.5), xticks=[], yticks=[])
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.grid(False)
@@ -70,9 +70,7 @@ def finish_bars(axes: Any, count: int, most: float) -> None:
 def collectives(
     reports: Mapping[str, Any] | Sequence[Mapping[str, Any]], title: str | None = None, *, width: float = WIDTH
 ) -> Figure:
-    """Bytes on the wire per device and step, by kind of collective and mesh axes: theory, and compiled where there is
-    an audit.
-
+    """Bytes on the wire per device and step, by kind of collective and mesh axes: theory, and compiled if audited.
     reports: audits, or rows of theory, by name; or one of them."""
     alone = not isinstance(reports, Mapping) or {"theory", "collectives"} <= reports.keys()
     named: Any = {"": reports} if alone else reports
@@ -112,7 +110,6 @@ def collectives(
 
 
 def _by_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Bytes by kind and axes."""
     sizes: dict[str, float] = defaultdict(float)
     for row in rows:
         sizes[f"{row['kind']} over {' × '.join(row['axes'])}"] += row["bytes"]
@@ -130,14 +127,12 @@ BUCKET_COLORS = {
 
 @house_style()
 def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) -> Figure:
-    """What wall-clock time was spent on, as shares of each run's.
-
-    runs: status.json's goodput by the run's name: seconds by bucket."""
+    """Shares of each run's wall-clock time.  runs: goodput of status.json by the run's name, in seconds by bucket."""
     figure, axes = new_axes(width, 0.5 + len(runs) * (BAR + LABEL + 0.08))
     entries: dict[str, Any] = {}
     for i, (name, spent) in enumerate(runs.items()):
         seconds = Counter[str]()
-        for bucket, value in spent.items():  # of another version there may be others
+        for bucket, value in spent.items():  # other versions may have other buckets
             seconds[bucket if bucket in BUCKET_COLORS else "other"] += max(value, 0.0)  # type: ignore[assignment]
         total, start = sum(seconds.values()), 0.0
         for bucket in sorted(seconds, key=list(BUCKET_COLORS).index):
@@ -156,7 +151,7 @@ def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) ->
 
 @house_style()
 def compare(values: Mapping[str, float], key: str, *, width: float = WIDTH) -> Figure:
-    """One metric of several runs, as a bar for each."""
+    """One metric of several runs, a bar each."""
     figure, axes = new_axes(width, 0.55 + len(values) * (BAR + LABEL + 0.08))
     for i, (name, value) in enumerate(values.items()):
         axes.barh(i + 0.16, value, height=0.42, color=tint(BLUE, 0.75))

@@ -1,4 +1,4 @@
-"""Where devices stand in a mesh, and which of them hold which part of an array."""
+"""Pictures of device meshes, and of the devices that hold each part of an array."""
 
 import itertools
 import math
@@ -24,46 +24,45 @@ from spmd_lm.plots.style import (
     tint,
 )
 
-LINE = 0.2  # inches from one line of text to the next
+LINE = 0.2  # inches between lines of text
 MARGIN = 0.12  # inches
 MOST_PANELS, MOST_ROWS, MOST_COLUMNS, MOST_NUMBERS = 4, 8, 8, 4
 
 
 class DeviceGrid:
-    """The mesh's axes, outermost first, and the number of the device at each coordinate."""
+    """The mesh's axes, outermost first, and the devices at their coordinates."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = {axis: sizes[axis] for axis in sorted(sizes, key=_rank)}
         self.devices = math.prod(self.sizes.values())
 
     def axes(self, *names: str) -> list[str]:
-        """The mesh axes of these names: what a plan calls `data` may be data0, data1, ..."""
+        """Mesh axes of these names; a plan's `data` may be data0, data1, ..."""
         return [axis for axis in self.sizes if axis_of(axis) in names]
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def coordinates(self, axes: Sequence[str], index: int) -> dict[str, int]:
-        """Where the part `index` lies of what is divided over these axes."""
+        """Coordinates of part `index` of an array divided over these axes."""
         coordinates = {}
         for axis in reversed(axes):
             index, coordinates[axis] = divmod(index, self.sizes[axis])
         return {axis: coordinates[axis] for axis in axes}
 
     def devices_at(self, coordinates: Mapping[str, int]) -> list[int]:
-        """All devices with these coordinates; along axes that are not named they may be anywhere."""
+        """Devices with these coordinates; unnamed axes are free."""
         ranges = ([coordinates[axis]] if axis in coordinates else range(n) for axis, n in self.sizes.items())
         strides = [math.prod(list(self.sizes.values())[i + 1 :]) for i in range(len(self.sizes))]
         return [sum(map(operator.mul, each, strides)) for each in itertools.product(*ranges)]
 
 
 def _rank(axis: str) -> tuple[int, str]:
-    """Where an axis stands in OUTERMOST_FIRST."""
     return OUTERMOST_FIRST.index(axis_of(axis)), axis
 
 
 class BoxGrid(NamedTuple):
-    """A grid of boxes for each of `panels`, with the names of rows and columns beside and above it."""
+    """A grid of boxes for each of `panels`, with labelled rows and columns."""
 
     title: str
     notes: list[str]  # lines beneath
@@ -76,8 +75,7 @@ class BoxGrid(NamedTuple):
 
 
 @house_style()
-def draw_grid(t: BoxGrid) -> Figure:
-    """The table as a figure; panels, rows and columns that are too many are left out of the middle."""
+def draw_grid(t: BoxGrid) -> Figure:  # leaves out panels, rows and columns in the middle if there are too many
     limits = (MOST_PANELS, MOST_ROWS, MOST_COLUMNS)
     shown = [abbreviated(len(names), most) for names, most in zip((t.panels, t.rows, t.columns), limits, strict=True)]
     names = [["…" if i is None else all_[i] for i in s] for s, all_ in zip(shown, t[2:5], strict=True)]
@@ -108,10 +106,9 @@ def draw_grid(t: BoxGrid) -> Figure:
 
 
 def mesh(plan: Mapping[str, Any]) -> Figure:
-    """The devices as a grid along the mesh's axes: a panel for each stage of the pipeline, in it a row for each part of
-    the batch, and side by side the devices that share a layer.  A large mesh is abbreviated.
-
-    plan: a plan or an audit: what has a "mesh"."""
+    """The devices as a grid along the mesh's axes: a panel per pipeline stage, a row per part of the batch, and side by
+    side the devices that share a layer.  A large mesh is abbreviated.  plan: anything with a "mesh", as plans and
+    audits."""
     grid = DeviceGrid(plan["mesh"])
     stages, parts, shards = (grid.axes(*names) for names in ([PIPE], BATCH_AXES, [MODEL]))
 
@@ -144,25 +141,21 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
 
 
 class Dimension(NamedTuple):
-    """Of an array, with the mesh axes that divide it, and the bounds of its parts."""
-
     name: str
     size: int
-    axes: tuple[str, ...]
-    bounds: list[tuple[int, int]]
+    axes: tuple[str, ...]  # of the mesh
+    bounds: list[tuple[int, int]]  # of its parts
 
     @property
     def note(self) -> str:
-        """How it is divided."""
         over = f" over {' × '.join(self.axes)}" if self.axes else ""
         parts = f"{len(self.bounds)} parts{over}" if len(self.bounds) > 1 else "not divided"
         return f"{self.name}, {self.size:,}: {parts}"
 
 
 def sharding(plan: Mapping[str, Any], parameter_name: str) -> Figure:
-    """A parameter cut into its shards between two steps, with the numbers of the devices that hold each.
-
-    Raises KeyError, with the names that there are, for a parameter that the plan does not have."""
+    """A parameter's shards between two steps, with the numbers of the devices that hold each.  Raises KeyError, listing
+    the parameters, for an unknown one."""
     parameters = {each["name"]: each for each in plan["parameters"]}
     if parameter_name not in parameters:
         raise KeyError(f"{parameter_name}: no such parameter. There are {', '.join(parameters)}.")
@@ -184,7 +177,7 @@ def sharding(plan: Mapping[str, Any], parameter_name: str) -> Figure:
 
 
 def sharding_of(array: Any, name: str = "array") -> Figure:
-    """Any jax.Array cut into its shards, with the ids of the devices that hold each."""
+    """Shards of any jax.Array, with the ids of the devices that hold each."""
     bounds_of = {
         device.id: tuple(index.indices(size)[:2] for index, size in zip(indices, array.shape, strict=True))
         for device, indices in array.sharding.devices_indices_map(array.shape).items()
@@ -203,11 +196,11 @@ def sharding_of(array: Any, name: str = "array") -> Figure:
 
 
 def draw_shards(name: str, dimensions: list[Dimension], holders: Callable[[Sequence[int]], list[int]]) -> Figure:
-    """holders: the devices that hold the shard with this index along each dimension."""
+    """holders: the devices with the shard at an index along each dimension."""
     divided = [i for i, dimension in enumerate(dimensions) if len(dimension.bounds) > 1]
     others = sorted(set(range(len(dimensions))) - set(divided), key=lambda i: -dimensions[i].size)
     chosen = sorted((divided + others)[: max(2, len(divided))])
-    panels, rows, columns = drawn = ([None, None, None, *chosen])[-3:]  # of each the dimension, None if there is none
+    panels, rows, columns = drawn = ([None, None, None, *chosen])[-3:]  # dimensions, or None
 
     def parts(i: int | None) -> list[str]:
         if i is None or len(dimensions[i].bounds) == 1:

@@ -23,7 +23,7 @@ from spmd_lm.plots.style import (
 )
 from spmd_lm.runtime.metrics import is_number
 
-MOST_POINTS = 1000  # of one line: more than it has pixels
+MOST_POINTS = 1000  # per line: more than it has pixels
 
 LABELS = {
     "loss": "loss (nats)",
@@ -50,13 +50,17 @@ def curves(
 ) -> Figure:
     """One metric of several runs laid over each other; evaluations of it, as eval_loss of loss, are markers.
 
-    runs: records of metrics.jsonl by the run's name, or those of one run.  over: "step" or "tokens".  log: a
-    logarithmic scale.  size: inches.  Long runs are thinned out to MOST_POINTS, their least and greatest values
-    kept; a value that is not a number leaves a gap."""
+    runs: records of metrics.jsonl by the run's name, or those of one run.
+    over: "step" or "tokens".
+    log: a logarithmic scale.
+    size: inches.
+
+    Long runs are thinned out to MOST_POINTS, keeping least and greatest values; a value that is not a number leaves a
+    gap."""
     named = runs if isinstance(runs, Mapping) else {"": runs}
     alone = len(named) == 1
     figure, axes = new_axes(*size)
-    entries: dict[str, Any] = {}  # of the legend; those of evaluations stand last
+    entries: dict[str, Any] = {}  # of the legend; evaluations come last
     evaluation: dict[str, Any] = {}
     for i, (name, records) in enumerate(named.items()):
         color, dashes = CYCLE[i % len(CYCLE)], DASHES[i // len(CYCLE) % len(DASHES)]
@@ -69,7 +73,7 @@ def curves(
         if np.isfinite(y).any():
             color = ORANGE if alone else color
             (dots,) = axes.plot(x, y, linewidth=0.8, color=color, marker="o", markersize=5, markeredgecolor="white")
-            if alone or label in entries:  # else it was never recorded in training
+            if alone or label in entries:  # otherwise training never recorded it
                 evaluation.setdefault("evaluation", dots)
             else:
                 entries[label] = dots
@@ -87,7 +91,7 @@ def curves(
 
 
 def series(records: Records, key: str, over: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where a metric was recorded, and its values, thinned out: float arrays, in which NaN is a gap."""
+    """Positions and values of a metric, thinned out: float arrays, with NaN for gaps."""
     points = [(each[over], each[key]) for each in records if key in each and isinstance(each.get(over), int | float)]
     x, y = np.array([[_number(a), _number(b)] for a, b in points], float).reshape(-1, 2).T
     return thin_out(x, np.where(np.isfinite(y), y, np.nan))
@@ -98,7 +102,7 @@ def _number(value: Any) -> float:
 
 
 def thin_out(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` of the points: the least and the greatest of each stretch, and one NaN of those that have one."""
+    """At most `most` of the points: least and greatest of each stretch, and a NaN if it has one."""
     if len(y) <= most:
         return x, y
     chosen = []
@@ -113,13 +117,13 @@ def thin_out(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.
 
 
 def isolated(y: np.ndarray) -> list[int]:
-    """The points between two gaps, which a line alone would not show."""
+    """Points between two gaps, which a line alone would not show."""
     padded = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     return [int(i) for i in np.flatnonzero(padded[1:-1] & ~padded[:-2] & ~padded[2:])]
 
 
 def _unique(name: str, entries: Mapping[str, Any]) -> str:
-    """The name as a label that no other entry has; matplotlib would leave out one that begins with _."""
+    """A label that no other entry has; matplotlib would leave out one that begins with _."""
     label = printable(name)
     label = f" {label}" if label.startswith("_") else label
     while label in entries or label == "evaluation":
@@ -145,7 +149,7 @@ def format_between_powers(value: float, position: object) -> str:
 
 
 def add_legend(figure: Figure, entries: Mapping[str, Any]) -> None:
-    """Beneath the axes, which keep their height.  Of more than MOST_NAMES the rest is counted."""
+    """Adds a legend beneath the axes, which keep their height.  Beyond MOST_NAMES, entries are counted."""
     labels, handles = [*entries][:MOST_NAMES], [*entries.values()][:MOST_NAMES]
     if len(entries) > MOST_NAMES:
         labels[-1] = f"and {len(entries) - MOST_NAMES + 1} more"

@@ -1,4 +1,4 @@
-"""How throughput grows with devices, and loss falls with parameters and tokens."""
+"""Pictures of throughput against devices, and of loss against parameters and tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,8 +20,7 @@ from spmd_lm.plots.style import (
 )
 from spmd_lm.runtime.formatting import format_quantity
 
-EfficiencySeries = Mapping[str, Mapping[int, float]]
-"""By the name of a series and the number of devices; 1.0 is what the fewest devices reach."""
+EfficiencySeries = Mapping[str, Mapping[int, float]]  # by series and devices; 1.0 is at the fewest devices
 
 
 @house_style()
@@ -33,7 +32,7 @@ def efficiency(
     width: float = WIDTH,
 ) -> Figure:
     """Efficiency against devices.  Measured series are solid with filled points, published ones dashed with hollow
-    points, and the legend says which is which; 100% is a dotted line."""
+    points, as the legend says; 100% is a dotted line."""
     figure, axes = new_axes(width, 2.9)
     entries: dict[str, Any] = {}
     for kind, all_series in (("measured", measured), ("published", published or {})):
@@ -65,11 +64,12 @@ def scaling_law(
     title: str = "loss (nats)",
     width: float = WIDTH,
 ) -> Figure:
-    """The losses of finished runs, with the fitted law: a curve with its band for each number of parameters over
-    tokens, or the other way round.  Runs that the fit left out as outliers are hollow.
+    """Losses of finished runs, and the fitted law: a curve with its band per number of parameters over tokens, or per
+    number of tokens over parameters.  Outliers of the fit are hollow.
 
-    points: parameters, tokens and loss of each run.  law: an analysis.scaling_law.ScalingLaw, or whatever has
-    predict(parameters, tokens), which returns the expected losses and the lower and upper ends of their band."""
+    points: parameters, tokens and loss of each run.
+    law: an analysis.scaling_law.ScalingLaw, or any object whose predict(parameters, tokens) returns the expected losses
+      and the lower and upper ends of their band."""
     figure, axes = new_axes(width, 2.9)
     entries: dict[str, Any] = {}
     runs = np.array(points, float).reshape(-1, 3)
@@ -98,7 +98,7 @@ def scaling_law(
 
 
 def _label_devices(axis: Any, ticks: Sequence[float]) -> None:
-    """A label for each number of devices, thinned out to at most 7."""
+    """Labels at most 7 numbers of devices."""
     axis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 7)]))
     axis.set_major_formatter(FuncFormatter(format_tick))
     axis.set_minor_locator(NullLocator())

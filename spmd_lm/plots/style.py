@@ -1,7 +1,7 @@
-"""What all pictures share: colors, sizes of text, and a figure that shows itself without pyplot.
+"""Shared style: colors, sizes of text, and a figure that notebooks display without pyplot.
 
-Text is 11 pt in figures that are 4.2 inches wide: on a telephone, where such a figure is 340 CSS pixels wide, 12.4
-pixels.  Text is never read as TeX: a run may be called `a_$b$`."""
+Text is 11 pt in figures 4.2 inches wide: on a phone, where such a figure is 340 CSS pixels wide, 12.4 pixels.  Text is
+never parsed as TeX: a run may be called `a_$b$`."""
 
 import io
 import itertools
@@ -17,10 +17,10 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.patches import Rectangle
 
 WIDTH = 4.2  # inches, of a figure with one pair of axes
-TEXT = 11.0  # points: the smallest there is
+TEXT = 11.0  # points, at least
 PIXELS_PER_INCH = 81  # of an SVG: WIDTH is 340 CSS pixels
 
-# Okabe and Ito's colors, which color-blind readers can tell apart; without their yellow, which is pale on white.
+# Okabe and Ito's colors, which color-blind readers can tell apart; without their yellow, too pale on white.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#555555")
 DASHES = ("-", "--", ":", "-.")  # for the runs after the first of each color
@@ -65,19 +65,19 @@ FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-s
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """For making a figure, and for drawing it, which makes the ticks; also a decorator."""
+    """Applies STYLE while making a figure, and while drawing it, which makes the ticks; also a decorator."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a name in a script without glyphs
         yield
 
 
 class Figure(MatplotlibFigure):
-    """A matplotlib figure that a notebook shows as its cell's value, and that `savefig` writes to a file."""
+    """A matplotlib figure that a notebook displays, and that `savefig` writes to a file."""
 
     _number = itertools.count()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """Twice as many pixels as it is shown with, for fine screens."""
+        """Renders at twice the displayed size, for fine screens."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=200)
         width, height = self.get_size_inches()
@@ -88,9 +88,8 @@ class Figure(MatplotlibFigure):
             super().savefig(*args, **options)
 
     def to_svg(self, name: str = "") -> str:
-        """An <svg> element for an HTML page, without namespaces, which HTML has no use for.
-
-        name: begins all its ids, so that several can be on one page; by default another one each time."""
+        """An <svg> element for an HTML page, without namespaces, which HTML does not need.
+        name: unique prefix of its ids on the page; by default a new one each time."""
         buffer, prefix = io.StringIO(), name or f"figure{next(self._number)}"
         with matplotlib.rc_context({"svg.hashsalt": prefix}):
             self.savefig(buffer, format="svg", metadata={"Date": None})
@@ -121,7 +120,7 @@ def new_canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def draw_box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], text: str, **options: Any) -> None:
-    """A rectangle with a text in it.  options: of matplotlib's Rectangle, and color, of the text."""
+    """A rectangle with a text in it.  options: matplotlib's for Rectangle, and the text's color."""
     color = options.pop("color", INK)
     style: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.0} | options
     axes.add_patch(Rectangle(corner, *size, **style))
@@ -129,31 +128,31 @@ def draw_box(axes: Axes, corner: tuple[float, float], size: tuple[float, float],
 
 
 def text_width(text: str, size: float = TEXT) -> float:
-    """Inches that a line of text may take: letters of DejaVu Sans are 0.6 of their size wide, or less."""
+    """Upper bound of a line's width in inches: letters of DejaVu Sans are at most 0.6 of their size wide."""
     return 0.62 * len(text) * size / 72
 
 
 def printable(text: object, most: int = 32) -> str:
-    """A name that others have chosen, as a label: on one line, of at most `most` characters, valid in XML."""
+    """An arbitrary name as a label: on one line, of at most `most` characters, valid in XML."""
     line = "".join(c if c.isprintable() else " " for c in str(text))
     return line if len(line) <= most else f"{line[: most - 8]}…{line[-7:]}"
 
 
 def tint(color: str, share: float) -> tuple[float, float, float]:
-    """`color` mixed with white; share: of the color."""
+    """`color` mixed with white.  share: of the color."""
     red, green, blue = matplotlib.colors.to_rgb(color)
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
 
 
 def abbreviated(count: int, most: int) -> list[int | None]:
-    """The numbers below `count`; where there are more than `most`, None stands for those left out of the middle."""
+    """The numbers below `count`; beyond `most`, None stands for those left out of the middle."""
     if count <= most:
         return [*range(count)]
     return [*range(most // 2), None, *range(count - (most - 1) // 2, count)]
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """A tick's label: 0.25, 12, 31.4k, 2M; powers of ten where it is very small."""
+    """A tick's label: 0.25, 12, 31.4k, 2M; powers of ten for very small values."""
     size = abs(value)
     for unit_size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= unit_size:
@@ -165,5 +164,4 @@ def format_tick(value: float, _: object = None) -> str:
 
 
 def format_percent(value: float, _: object = None) -> str:
-    """A share as a tick's label."""
     return f"{100 * value:.6g}%"

@@ -1,4 +1,4 @@
-"""One step of a run in time, by stage: what is computed, what is waited for, and what is idle."""
+"""The timeline of one step by stage: computing, waiting for communication, and idle."""
 
 import itertools
 import operator
@@ -13,8 +13,9 @@ COLORS = {"forward": tint(BLUE, 0.4), "backward": tint(ORANGE, 0.4), "idle": PAL
 
 @house_style()
 def timeline(schedule: Schedule, parts: dict[str, float]) -> Figure:
-    """A bar for each stage, in seconds.  parts: compute, exposed, bubble and optimizer of a step; what is exposed is
-    drawn after the work, wherever a step waits for it."""
+    """A bar for each stage, in seconds.
+    parts: compute, exposed, bubble and optimizer of a step; exposed time is drawn after the work, wherever it
+    occurs."""
     stages = abbreviated(schedule.stages, MOST_STAGES)
     figure = Figure(figsize=(1.6 * WIDTH, 1.1 + 0.28 * len(stages)), layout="constrained")
     axes = figure.add_subplot()
@@ -33,7 +34,7 @@ def timeline(schedule: Schedule, parts: dict[str, float]) -> Figure:
 
 
 def spans(schedule: Schedule, stage: int, parts: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(kind, start, seconds) of a stage, in time.  A tick takes as long as its busiest stage."""
+    """(kind, start, seconds) of a stage, in order of time.  A tick takes as long as its busiest stage."""
     halves = ("forward", schedule.forward, 1.0), ("backward", schedule.backward, BACKWARD_TIME)
     units = [
         (kind if table[tick, stage] != IDLE else "idle", length)

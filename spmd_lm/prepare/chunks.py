@@ -1,15 +1,15 @@
-"""Chunks of cleaned documents: what the first stage leaves on disk for those that follow.
+"""Chunks of cleaned documents, which the first stage leaves on disk for the others.
 
 A chunk is some MB of consecutive documents, and six files (stage_files.py):
 
-  00000.text         texts, one after another
-  00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
-  00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which say where it belongs
-  00000.exact.npy    uint64 [3, documents]: a hash of 128 bits in two, and the document; sorted
-  00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
-  00000.json         a ChunkRecord
+ 00000.text         texts, one after another
+ 00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
+ 00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which determine its split and order
+ 00000.exact.npy    uint64 [3, documents]: a 128-bit hash in two rows, and the document; sorted
+ 00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
+ 00000.json         a ChunkRecord
 
-How documents are divided into chunks changes nothing of the result."""
+The division of documents into chunks does not affect the result."""
 
 import dataclasses
 import os
@@ -29,9 +29,9 @@ from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.sources import RawDocument
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 
-RAW_CHUNK_BYTES = 2**23  # raw ones
+RAW_CHUNK_BYTES = 2**23  # of raw documents
 CHUNK_DOCUMENTS = 2**14
-MOST_TOLD = 10  # bad documents, and files without any, that are named
+MOST_TOLD = 10  # bad documents, and files without any document, that are named
 
 
 SHAPES: dict[str, Callable[[int], tuple[int | None, ...]]] = {
@@ -40,52 +40,44 @@ SHAPES: dict[str, Callable[[int], tuple[int | None, ...]]] = {
     "exact": lambda documents: (3, None),
     "bands": lambda documents: (2, None),
 }
-"""The shapes of a chunk's arrays, by its number of documents; None for any size."""
+"""Shapes of a chunk's arrays, by its number of documents; None for any size."""
 
 
 class NothingLeftError(DataError):
-    """No document is left, so that there is nothing to keep either."""
+    pass
 
 
 class RawChunk(NamedTuple):
-    """Consecutive raw documents."""
-
     number: int
     documents: list[RawDocument]
     checksum: int
 
 
 class ReadCount(NamedTuple):
-    """texts: documents that are some.  file: '' for those that are a file each.  problem: of the first that is none."""
-
     source: Natural
-    file: str
-    texts: Natural
-    problem: str
+    file: str  # '' for documents that are whole files
+    texts: Natural  # documents with text
+    problem: str  # of the first one without text
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRecord:
-    """documents: that are left.  bad: where the first bad ones are, and what is wrong with them.  counts: of step and
-    reason.  read: of each source, or file of lines in it."""
-
     number: Natural
     raw_documents: Natural
-    documents: Natural
+    documents: Natural  # that remain
     checksum: Natural
-    counts: list[tuple[str, str, Natural]]
-    bad: list[str]
-    read: list[ReadCount]
+    counts: list[tuple[str, str, Natural]]  # (step, reason, documents)
+    bad: list[str]  # the first bad documents, with their problems
+    read: list[ReadCount]  # by source, and file of lines in it
 
 
 class Reading:
-    """Counts, of each source and file of lines, the documents of a chunk that have text."""
+    """Counts documents with text by source and file of lines."""
 
     def __init__(self) -> None:
         self.texts, self.problems = Counter[tuple[int, str]](), dict[tuple[int, str], str]()
 
-    def add(self, raw: RawDocument, problem: str) -> None:
-        """problem: why it has no text; '' if it has."""
+    def add(self, raw: RawDocument, problem: str) -> None:  # problem: why it has no text, or ''
         key = raw.source, raw.file if raw.line else ""
         self.texts[key] += not problem
         if problem:
@@ -97,7 +89,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCleaner:
-    """Makes chunks of raw ones; what it is called with decides all that it does."""
+    """Makes chunks of raw ones; a pure function of its fields."""
 
     config: Preparation
     directory: Path
@@ -144,7 +136,7 @@ class ChunkCleaner:
             rows = shingles.rows_per_band(steps.near_duplicates.jaccard)
             bands = np.stack(shingles.band_keys(map(shingles.shingle_set, texts), rows), dtype=np.uint64)
         record = dataclasses.replace(record, number=chunk.number, checksum=chunk.checksum)
-        order = np.lexsort((exact[:, 1], exact[:, 0]))  # stable: documents of one hash stay in order
+        order = np.lexsort((exact[:, 1], exact[:, 0]))  # stable: documents with equal hashes stay in order
         contents: dict[str, bytes | np.ndarray] = {
             ".text": b"".join(encoded),
             ".ends.npy": ends,
@@ -161,7 +153,7 @@ def bad_input(said: str) -> DataError:
 
 
 def hashes_128(texts: Iterable[bytes]) -> np.ndarray:
-    """uint64 [texts, 2]"""
+    """uint64 [texts, 2]."""
     data = b"".join(blake2b(text, digest_size=16).digest() for text in texts)
     return np.frombuffer(data, "<u8").reshape(-1, 2)
 
@@ -171,7 +163,7 @@ def chunk_path(directory: Path, number: int) -> Path:
 
 
 def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
-    """Into chunks of RAW_CHUNK_BYTES or CHUNK_DOCUMENTS, and a document."""
+    """Divides into chunks of RAW_CHUNK_BYTES or CHUNK_DOCUMENTS, plus at most one document."""
     number, size, checksum, part = 0, 0, 0, list[RawDocument]()
     for raw in documents:
         part.append(raw)
@@ -186,7 +178,7 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
 
 
 def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
-    """None if it is not there.  Raises DataError if it is damaged."""
+    """None if it does not exist.  Raises DataError if it is damaged."""
     path = chunk_path(directory, number)
     record = read_stage(path, ChunkRecord, [".text", *(f".{name}.npy" for name in SHAPES)])
     if record is None:
@@ -209,7 +201,7 @@ def map_array(directory: Path, number: int, name: str) -> np.ndarray:
 
 
 def texts_of_chunk(directory: Path, number: int, documents: Iterable[int]) -> Iterator[bytes]:
-    """The texts of these documents of a chunk, by their places in it."""
+    """Texts of these documents of a chunk, by their places in it."""
     ends = map_array(directory, number, "ends")
     with open(chunk_path(directory, number).with_suffix(".text"), "rb") as file:
         size = os.fstat(file.fileno()).st_size

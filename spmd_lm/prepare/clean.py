@@ -1,7 +1,7 @@
-"""From a raw document to a text, or to the reason for which it is none.
+"""Turns a raw document into a text, or into the reason why it is not one.
 
-Texts are UTF-8 without a byte order mark, and their lines end in a line feed alone.  Bad input is what is no text; the
-steps remove what is a text, but not wanted."""
+Texts are UTF-8 without a byte order mark, and lines end in a line feed alone.  Bad input is no text at all; the steps
+remove texts that are not wanted."""
 
 import functools
 import hashlib
@@ -22,15 +22,14 @@ from spmd_lm.prepare import shingles
 from spmd_lm.prepare.schema import CleaningSteps, Preparation, Source
 from spmd_lm.prepare.sources import RawDocument, missing_text
 
-LONG_LINE = 2**20  # bytes: what is made of fewer cannot take much memory
+LONG_LINE = 2**20  # bytes: values parsed from shorter lines cannot take much memory
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b" " * 5)
 CONTROL = re.compile(r"[^\t\n\r -~]")
-UNUSED = "empty"
-"""Why a document is not used that is nobody's fault."""
+UNUSED = "empty"  # the reason for dropping a document that is not bad
 
 
 class BadInputError(ValueError):
-    """What is no document.  Its text is the reason, the same for all of a kind; detail says more."""
+    """A bad document.  The message is the reason, equal for all of a kind; detail says more."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason)
@@ -38,17 +37,13 @@ class BadInputError(ValueError):
 
 
 class Verdict(NamedTuple):
-    """step: where a document went out, '' if nowhere.  reason: why, or what was done to it."""
-
     text: str
-    step: str = ""
-    reason: str = ""
+    step: str = ""  # that removed the document, or ''
+    reason: str = ""  # for its removal or repair
 
 
 def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdict:
-    """Runs the steps that know one document alone.  leaks: the file of hashed n-grams.
-
-    Raises BadInputError."""
+    """Runs the steps that need one document alone.  leaks: the file of hashed n-grams.  Raises BadInputError."""
     text, title, repaired = read_text(raw, config)
     steps = config.steps
     if not text:
@@ -93,7 +88,6 @@ def read_text(raw: RawDocument, config: Preparation) -> tuple[str, str | None, b
 
 
 def read_json_line(line: str, raw: RawDocument, source: Source) -> tuple[str, str | None]:
-    """Text and title."""
     if not line.strip():
         return "", None
     try:
@@ -109,18 +103,19 @@ def read_json_line(line: str, raw: RawDocument, source: Source) -> tuple[str, st
 
 
 def repair(text: str) -> str:
-    """UTF-8 that was decoded as something else, undone; control characters, and halves of surrogate pairs, dropped."""
-    if text.isascii() and not CONTROL.search(text):  # nothing to find, at the speed of memory
+    """Undoes wrong decoding of UTF-8, and drops control characters and halves of surrogate pairs."""
+    if text.isascii() and not CONTROL.search(text):  # a fast path
         return text
     ftfy = require_ftfy()
-    # Encodings alone: quotation marks, ligatures and HTML are the author's.
+    # Only encodings: quotation marks, ligatures and HTML are the author's.
     options = {"uncurl_quotes": False, "unescape_html": False, "fix_latin_ligatures": False}
     config = ftfy.TextFixerConfig(fix_character_width=False, fix_line_breaks=False, normalization=None, **options)
     return ftfy.fix_text(text, config)
 
 
 def misread(data: bytes) -> str:
-    """Bytes in which some are not UTF-8, as Windows-1252, in which those mean something; `repair` mends the others."""
+    """Decodes bytes with some invalid UTF-8 as Windows-1252, in which those have a meaning; `repair` fixes the
+    others."""
     require_ftfy()
     return data.decode("sloppy-windows-1252")
 
@@ -172,12 +167,12 @@ def read_titles(path: str) -> tuple[frozenset[str], str]:
 
 @functools.cache
 def load_leaks(path: Path) -> np.ndarray:
-    """A memory map, which all processes share."""
+    """A memory map, shared by all processes."""
     return open_memmap(path, mode="r")
 
 
 def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:
-    """Sorted and unique: the n-grams of evaluation texts.  Of JSON, of every text in it.  DataError for bad input."""
+    """Sorted, unique hashes of n-grams in evaluation texts; in JSON, of every text.  Raises DataError for bad input."""
     found = [np.empty(0, np.uint64)]
     for raw in documents:
         try:
@@ -210,8 +205,8 @@ def has_leak(text: str, leaks: Path, ngram: int) -> bool:
 
 
 def check_steps(steps: CleaningSteps) -> None:
-    """Raises ConfigError or DataError, before the work, for what is not installed or cannot be read."""
-    load_leaks.cache_clear()  # of another data set that this process made
+    """Raises ConfigError or DataError early, for what is not installed or cannot be read."""
+    load_leaks.cache_clear()  # from another data set in this process
     read_titles.cache_clear()
     if steps.utf8 == "repair":
         require_ftfy()
@@ -222,9 +217,9 @@ def check_steps(steps: CleaningSteps) -> None:
 
 
 def normalized(text: str) -> bytes:
-    """What exact duplicates have in common: the text in Unicode's form C, with one space for white space of ASCII."""
+    """The form that exact duplicates share: Unicode's form C, with single spaces for ASCII white space."""
     text = text if text.isascii() else unicodedata.normalize("NFC", text)
-    data = text.encode().translate(SPACES)  # in a few copies: a list of the words would be larger than they are
+    data = text.encode().translate(SPACES)  # copies the text a few times, which is smaller than a list of words
     while b"  " in data:
         data = data.replace(b"  ", b" ")
     return data.strip()

@@ -1,9 +1,9 @@
-"""Exact and near duplicates over all chunks, in memory that grows with the corpus by some 30 bytes a document alone.
+"""Exact and near duplicates over all chunks, in memory that grows only by some 30 bytes per document.
 
-Every chunk left sorted runs of keys.  A range of keys at a time is gathered from all of them; documents that share a
-key are candidates.  Exact duplicates have 128 bits of hash in common.  Near ones are compared shingle by shingle, and
-joined by union-find: of a group, whose members need not all be near each other, the first document stays.  So neither
-the order of comparisons nor who makes them matters."""
+Every chunk has sorted runs of keys.  One range of keys at a time is gathered from all of them; documents that share a
+key are candidates.  Exact duplicates have equal 128-bit hashes.  Near ones are compared shingle by shingle, and joined
+by union-find: of a group, whose members need not all be near each other, the first document stays.  So neither the
+order of comparisons nor the worker matters."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,20 +17,17 @@ from spmd_lm.prepare import shingles
 from spmd_lm.prepare.chunks import ChunkRecord, map_array, texts_of_chunk
 from spmd_lm.prepare.workers import Workers
 
-USED, EXACT, NEAR = 0, 1, 2
-"""What becomes of a document."""
+USED, EXACT, NEAR = 0, 1, 2  # labels of documents
 
 RANGE_KEYS = 2**20  # gathered at a time: 16 MB, and sorted as much again
-MOST_NEIGHBOURS = 256  # with which a document is compared in one band: of 10,000 that share a template not all pairs
-PAIRS = 512  # that a worker compares at a time
-MAX_SHINGLES = 2**22  # that a worker remembers: 32 MB
+MOST_NEIGHBOURS = 256  # compared with a document per band: 10,000 documents may share a template
+PAIRS = 512  # compared by a worker at a time
+MAX_SHINGLES = 2**22  # cached by a worker: 32 MB
 
 
 class CleanedChunks(NamedTuple):
-    """All chunks.  bases: the number of each chunk's first document among all, and their count at the end."""
-
     directory: Path
-    bases: np.ndarray
+    bases: np.ndarray  # the number of each chunk's first document among all, and their count at the end
 
     @classmethod
     def of(cls, directory: Path, records: list[ChunkRecord]) -> "CleanedChunks":
@@ -41,12 +38,12 @@ class CleanedChunks(NamedTuple):
         return int(self.bases[-1])
 
     def locate(self, document: int) -> tuple[int, int]:
-        """The chunk of a document, and its place in it."""
+        """A document's chunk, and its place in it."""
         chunk = int(np.searchsorted(self.bases, document, "right")) - 1
         return chunk, document - int(self.bases[chunk])
 
     def runs(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The sorted keys of each chunk, a memory map with the documents in its last row; and the chunk's base."""
+        """Yields each chunk's base, and a memory map of its sorted keys with the documents in the last row."""
         for chunk, base in enumerate(self.bases[:-1].tolist()):
             yield base, map_array(self.directory, chunk, name)
 
@@ -68,19 +65,19 @@ def key_ranges(corpus: CleanedChunks, name: str) -> Iterator[np.ndarray]:
         yield keys[:, np.lexsort(keys[::-1])]
 
 
-def mark_exact(corpus: CleanedChunks, fates: np.ndarray) -> None:
-    """fates: uint8 [documents], changed in place."""
+def mark_exact(corpus: CleanedChunks, labels: np.ndarray) -> None:
+    """Labels exact duplicates.  labels: uint8 [documents], changed in place."""
     for keys in key_ranges(corpus, "exact"):
         same = (keys[:-1, 1:] == keys[:-1, :-1]).all(axis=0)
-        fates[keys[-1, 1:][same]] = EXACT
+        labels[keys[-1, 1:][same]] = EXACT
 
 
-def mark_near(corpus: CleanedChunks, fates: np.ndarray, threshold: float, workers: Workers) -> None:
-    """Among documents that are USED.  fates: uint8 [documents], changed in place."""
+def mark_near(corpus: CleanedChunks, labels: np.ndarray, threshold: float, workers: Workers) -> None:
+    """Labels near duplicates among USED documents.  labels: uint8 [documents], changed in place."""
     groups = UnionFind(corpus.documents)
     comparison = Comparison(corpus, threshold)
     for keys in key_ranges(corpus, "bands"):
-        keys = keys[:, fates[keys[1]] == USED]
+        keys = keys[:, labels[keys[1]] == USED]
         for apart in range(1, MOST_NEIGHBOURS + 1):
             in_band = keys[0, apart:] == keys[0, :-apart]
             if not in_band.any():
@@ -93,7 +90,7 @@ def mark_near(corpus: CleanedChunks, fates: np.ndarray, threshold: float, worker
                 for first, second in batch[:, similar].T.tolist():
                     groups.union(first, second)
     joined = np.flatnonzero(groups.find(np.arange(corpus.documents)) != np.arange(corpus.documents))
-    fates[joined] = NEAR
+    labels[joined] = NEAR
 
 
 class UnionFind:
@@ -116,7 +113,7 @@ class UnionFind:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether the documents of each pair are more similar than the threshold."""
+    """Tests which pairs of documents are more similar than the threshold."""
 
     corpus: CleanedChunks
     threshold: float
@@ -129,7 +126,7 @@ class Comparison:
 
 
 class ShingleCache:
-    """The shingles of documents, of which the last ones used stay in memory."""
+    """Shingles of documents, least recently used ones evicted."""
 
     def __init__(self, corpus: CleanedChunks):
         self.corpus, self.sets, self.size = corpus, OrderedDict[int, np.ndarray](), 0
@@ -146,6 +143,6 @@ class ShingleCache:
         return self.sets[document]
 
 
-def count_fates(fates: np.ndarray) -> dict[int, int]:
-    values, counts = np.unique(fates, return_counts=True)
+def count_labels(labels: np.ndarray) -> dict[int, int]:
+    values, counts = np.unique(labels, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))

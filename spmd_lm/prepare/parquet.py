@@ -1,7 +1,7 @@
-"""Rows of a Parquet file, read by a process of their own: a file that is made to harm has its library take any memory
-and end the process.  That process has a limit of memory, and its death is an error.
+"""Rows of a Parquet file, read in a process of their own, which imports nothing of ours and starts in 0.06 s.
 
-It imports nothing of ours, and starts in 0.06 s."""
+A malicious file makes its library take any memory or end the process; so the process has a memory limit, and its death
+is an error."""
 
 import json
 import os
@@ -16,12 +16,12 @@ COPIES = 14  # of a document, at once
 
 
 class ParquetError(Exception):
-    """A file that is damaged, or takes too much memory."""
+    pass
 
 
 def read_rows(file: BinaryIO, key: str, title: str, most: int) -> Iterator[Any]:
-    """The names of the columns, and then each row's text and title, None where it has none, cut if they have more than
-    `most` bytes.  ParquetError, with the reason, for a damaged file."""
+    """Yields the names of the columns, then each row's text and title, None if missing, cut if longer than `most`
+    bytes.  Raises ParquetError, with the reason, for a damaged file or one that takes too much memory."""
     file.seek(0)
     command = [sys.executable, "-P", __file__, json.dumps([key, title, most])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}  # finds the same library
@@ -44,7 +44,7 @@ def memory_limit(most: int) -> int:
 
 
 def send_rows(key: str, title: str, most: int) -> None:
-    """What `read_rows` yields, and in the end a text: the reason for which there is no more, or none."""
+    """Sends the rows of `read_rows`, and at the end a text: the reason for stopping early, or ''."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = memory_limit(most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
@@ -61,7 +61,7 @@ def send_rows(key: str, title: str, most: int) -> None:
             send([value[: most + 1] if isinstance(value, str) else None for value in row])
     except BrokenPipeError:  # nobody reads any more
         return
-    except BaseException as error:  # arro3's have no base of their own, and a panic of Rust is not an Exception
+    except BaseException as error:  # arro3's have no common base, and a panic of Rust is not an Exception
         reason = f"{error!s:.100}" or type(error).__name__
     send(reason)
 

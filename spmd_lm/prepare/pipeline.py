@@ -1,11 +1,11 @@
-"""`prepare`, from its configuration to the manifest, in four stages, each of which finds what is done already.
+"""`prepare`, from its configuration to the manifest, in four stages, each of which resumes from finished work.
 
-  read         documents, cleaned by themselves, in chunks with the keys of their duplicates    OUT.partial/read
-  duplicates   what becomes of each document                                                    OUT.partial/fates.npy
-  tokenize     the chunks' ids, by a given tokenizer or one that is trained first               OUT.partial/tokens
-  shards       the same ids, divided into shards of each split                                  OUT/SPLIT/shard-00000
+ read         documents, cleaned one by one, in chunks with the keys of their duplicates       OUT.partial/read
+ duplicates   a label for each document                                                        OUT.partial/fates.npy
+ tokenize     the chunks' ids, by a given tokenizer or one that is trained first               OUT.partial/tokens
+ shards       the same ids, divided into shards of each split                                  OUT/SPLIT/shard-00000
 
-Data and manifest are the same for any number of workers, and however often it was stopped."""
+Data and manifest do not depend on the number of workers or on interruptions."""
 
 import functools
 import itertools
@@ -39,22 +39,18 @@ from spmd_lm.prepare.workspace import Workspace
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.outputs import writing
 
-LIBRARIES = ("numpy", "tokenizers")
-"""Whose versions the data may depend on."""
+LIBRARIES = ("numpy", "tokenizers")  # whose versions may affect the data
 
 
 @dataclass
 class ReadStage:
-    """What is known once all is read."""
-
     chunks: Natural
     sources: list[dict[str, Any]]
 
 
 def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the data set, or what is left to do of it, and returns its report: the manifest, and what else is known.
-
-    log: takes lines of progress.  Raises ConfigError, DataError and OutputError."""
+    """Makes the data set, or what is left of it; returns a report: the manifest, and more.
+    log: prints lines of progress.  Raises ConfigError, DataError and OutputError."""
     clean.check_steps(config.steps)
     evaluation = open_evaluation_texts(config)
     workspace, identity = Workspace(config.directory), identify(config, evaluation)
@@ -92,15 +88,15 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
 def make_splits(
     config: Preparation, workspace: Workspace, records: list[ChunkRecord], workers: Workers, stages: Stages
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """From the cleaned documents to shards: what the manifest says of the tokens, and of the steps."""
+    """Makes shards of the cleaned documents; returns the manifest's entries about tokens, and the steps."""
     corpus = duplicates.CleanedChunks.of(workspace.read, records)
-    fates = find_duplicates(config, workspace, corpus, workers, stages)
-    if not (fates == duplicates.USED).any():
-        raise NothingLeftError(explain_nothing_left(make_steps(config, records, fates, []), first_bad(records)))
-    splits = split_corpus(corpus, fates, config.split)
-    vocabulary = make_vocabulary(config, workspace, corpus, fates, splits, stages)
+    labels = find_duplicates(config, workspace, corpus, workers, stages)
+    if not (labels == duplicates.USED).any():
+        raise NothingLeftError(explain_nothing_left(make_steps(config, records, labels, []), first_bad(records)))
+    splits = split_corpus(corpus, labels, config.split)
+    vocabulary = make_vocabulary(config, workspace, corpus, labels, splits, stages)
     tokenized = tokenize(config, workspace, corpus, splits, vocabulary, workers, stages)
-    steps = make_steps(config, records, fates, tokenized)
+    steps = make_steps(config, records, labels, tokenized)
     if not any(chunk.documents for chunk in tokenized):
         raise NothingLeftError(explain_nothing_left(steps, first_bad(records)))
     made = {
@@ -119,7 +115,7 @@ def first_bad(records: list[ChunkRecord]) -> list[str]:
 
 
 def identify(config: Preparation, evaluation: list[SourceReader]) -> dict[str, Any]:
-    """What the data are a function of, besides the sources' files."""
+    """Everything that determines the data, besides the sources' files."""
     given, leaks, sha256 = config.tokenizer, config.steps.leaks, dict[str, Any]()
     if leaks and leaks.titles:
         sha256["steps.leaks.titles"] = clean.read_titles(leaks.titles)[1]
@@ -146,7 +142,7 @@ def vocabulary_sha256(name: str) -> str:
 def read_documents(
     cleaner: ChunkCleaner, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
 ) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
-    """The chunks, and what the sources were."""
+    """The chunks, and records of the sources."""
     if done := read_stage(workspace.read, ReadStage):
         if len(done.sources) != len(readers):
             raise damaged_stage(workspace.read.with_suffix(".json"), f"it is of {len(done.sources):,} sources")
@@ -178,7 +174,7 @@ def read_documents(
 
 
 def index_leaks(config: Preparation, workspace: Workspace, readers: list[SourceReader]) -> Path | None:
-    """The file of the evaluation texts' n-grams, if there are such texts: as they were when the data set was begun."""
+    """The file of n-grams in the evaluation texts, if any, as they were when the data set was begun."""
     path, leaks = workspace.partial / "leaks", config.steps.leaks
     if leaks is None or not readers:
         return None
@@ -192,16 +188,16 @@ def index_leaks(config: Preparation, workspace: Workspace, readers: list[SourceR
 def find_duplicates(
     config: Preparation, workspace: Workspace, corpus: duplicates.CleanedChunks, workers: Workers, stages: Stages
 ) -> np.ndarray:
-    """What becomes of each document: uint8 [documents]."""
+    """Labels of documents, uint8 [documents]."""
     path, near = workspace.partial / "fates", config.steps.near_duplicates
     if not read_stage(path, str, [".npy"]):
-        fates = np.zeros(corpus.documents, np.uint8)
+        labels = np.zeros(corpus.documents, np.uint8)
         with stages.stage("duplicates", None):
             if config.steps.exact_duplicates:
-                duplicates.mark_exact(corpus, fates)
+                duplicates.mark_exact(corpus, labels)
             if near:
-                duplicates.mark_near(corpus, fates, near.jaccard, workers)
-        write_stage(path, "fates", {".npy": fates})
+                duplicates.mark_near(corpus, labels, near.jaccard, workers)
+        write_stage(path, "fates", {".npy": labels})
     return open_array(path.with_suffix(".npy"), np.uint8, corpus.documents)
 
 
@@ -209,11 +205,11 @@ def make_vocabulary(
     config: Preparation,
     workspace: Workspace,
     corpus: duplicates.CleanedChunks,
-    fates: np.ndarray,
+    labels: np.ndarray,
     splits: Splits,
     stages: Stages,
 ) -> Vocabulary:
-    """The tokenizer, trained if that is asked for, with a copy in OUT."""
+    """The tokenizer, trained if requested, with a copy in OUT."""
     name = config.tokenizer
     directory = workspace.out / TOKENIZER_DIR
     if isinstance(name, TrainedTokenizer):
@@ -223,7 +219,7 @@ def make_vocabulary(
         sha256 = read_stage(record, str)
         if not sha256 or not trained.exists():
             with stages.stage("train tokenizer", None), writing(trained):
-                train_tokenizer(name, corpus, fates, splits, directory)
+                train_tokenizer(name, corpus, labels, splits, directory)
             write_stage(record, vocabulary_sha256(str(trained)), {})
         elif vocabulary_sha256(str(trained)) != sha256:
             raise damaged_stage(record.with_suffix(".json"), f"{trained} is another tokenizer than was trained")
@@ -245,8 +241,8 @@ def tokenize(
     workers: Workers,
     stages: Stages,
 ) -> list[TokenizedChunk]:
-    fates = workspace.partial / "fates.npy"
-    tokenizer = tokens.ChunkTokenizer(corpus, fates, workspace.tokens, vocabulary, config.steps.min_tokens, splits)
+    labels = workspace.partial / "fates.npy"
+    tokenizer = tokens.ChunkTokenizer(corpus, labels, workspace.tokens, vocabulary, config.steps.min_tokens, splits)
     chunks, done = len(corpus.bases) - 1, []
     with stages.stage("tokenize", chunks) as advance:
         for chunk in workers.map(tokenizer, range(chunks)):
@@ -258,7 +254,7 @@ def tokenize(
 def write_shards(
     config: Preparation, workspace: Workspace, chunks: int, vocabulary: Vocabulary, workers: Workers, stages: Stages
 ) -> dict[str, Any]:
-    """The manifest's `splits`: those that have a share, and those that training reads."""
+    """The manifest's `splits`: those with a share, and those that training reads."""
     shares = {"train": 1.0, "validation": config.split.validation, "test": config.split.test}
     maker = tokens.ShardMaker(workspace.out, workspace.tokens, vocabulary)
     splits = {}

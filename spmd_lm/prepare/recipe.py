@@ -1,4 +1,4 @@
-"""Reads the YAML of `spmd-lm prepare`, changed by overrides, and reports all that is wrong with it at once."""
+"""Reads the YAML of `spmd-lm prepare`, changed by overrides, and reports all its problems at once."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from spmd_lm.prepare.schema import UNION_TAGS, Preparation
 
 
 def read_recipe(path: Path, overrides: Iterable[str] = ()) -> Preparation:
-    """The checked configuration.  ConfigError with one line per problem."""
+    """The checked configuration.  Raises ConfigError with one line per problem."""
     problems: list[str] = []
     path = locate(path)
     tree = read_yaml_file(str(path), str(path), problems)
@@ -68,7 +68,7 @@ def describe_problem(error: ErrorDetails) -> str:
 
 
 def keys_at(loc: list[Any]) -> list[str]:
-    """The keys of the section at this place."""
+    """The keys of the section at this location."""
     section: type[BaseModel] = Preparation
     for part in loc:
         if isinstance(part, str):

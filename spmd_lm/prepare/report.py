@@ -1,4 +1,4 @@
-"""What `prepare` tells: how far each stage is, how long it took, and what each step did to the documents."""
+"""Progress of `prepare`, and its report: the time of each stage, and the effect of each step on the documents."""
 
 import sys
 import time
@@ -13,17 +13,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from spmd_lm.data.held_out import SHARE_MARGIN
 from spmd_lm.prepare.chunks import MOST_TOLD, ChunkRecord
-from spmd_lm.prepare.duplicates import EXACT, NEAR, count_fates
+from spmd_lm.prepare.duplicates import EXACT, NEAR, count_labels
 from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.tokens import TokenizedChunk
 from spmd_lm.runtime.formatting import format_duration, format_table, pluralize
 from spmd_lm.runtime.outputs import unfailing
 
-BAD_IN_ERROR = 3  # bad documents that an error tells
+BAD_IN_ERROR = 3  # bad documents named in an error
 
 
 class Stages:
-    """Shows the stages on standard error: a bar with the time that is left on a terminal, else a line at the end of
+    """Shows the stages on standard error: on a terminal a bar with the remaining time, else a line at the end of
     each."""
 
     def __init__(self, log: Callable[[str], None]):
@@ -42,7 +42,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, size: float | None) -> Iterator[Callable[[float], None]]:
-        """Yields a function that takes how much of `size` is done."""
+        """Yields a function to call with the amount of `size` that is done."""
         task, start = self.bars.add_task(name, total=size), time.perf_counter()
         yield lambda done: self.bars.update(task, completed=done)
         self.bars.update(task, total=size or 1, completed=size or 1)
@@ -52,17 +52,17 @@ class Stages:
 
 
 def make_steps(
-    config: Preparation, records: list[ChunkRecord], fates: np.ndarray, tokenized: list[TokenizedChunk]
+    config: Preparation, records: list[ChunkRecord], labels: np.ndarray, tokenized: list[TokenizedChunk]
 ) -> list[dict[str, Any]]:
-    """The steps that ran, in their order: documents in and out, and why the others, or what was done to how many."""
+    """The steps that ran, in order: documents in and out, and reasons for removals or repairs, with counts."""
     counts: dict[str, Counter[str]] = {}
     for step, reason, count in (each for record in records for each in record.counts):
         counts.setdefault(step, Counter())[reason] += count
-    by_fate = count_fates(fates)
+    by_label = count_labels(labels)
     few = sum(chunk.few_tokens for chunk in tokenized)
     steps = config.steps
-    counts["exact_duplicates"] = Counter({"duplicate": by_fate.get(EXACT, 0)})
-    counts["near_duplicates"] = Counter({"near duplicate": by_fate.get(NEAR, 0)})
+    counts["exact_duplicates"] = Counter({"duplicate": by_label.get(EXACT, 0)})
+    counts["near_duplicates"] = Counter({"near duplicate": by_label.get(NEAR, 0)})
     counts["min_tokens"] = Counter({f"fewer than {steps.min_tokens} tokens": few})
     asked = {"read": True, "utf8": steps.utf8 == "repair"}
     asked |= {name: bool(getattr(steps, name)) for name in STEP_ORDER}
@@ -76,7 +76,7 @@ def make_steps(
 
 
 def explain_nothing_left(steps: list[dict[str, Any]], bad: list[str]) -> str:
-    """Why, and what to do."""
+    """The reason, and the remedy."""
     removed = {step["name"]: step for step in steps if step["out"] < step["in"]}
     told = [f"{name} removed {s['in'] - s['out']:,} ({format_reasons(s['reasons'])})" for name, s in removed.items()]
     ways = {"read": "mend the sources", "min_tokens": "lower steps.min_tokens"}
@@ -89,8 +89,8 @@ def explain_nothing_left(steps: list[dict[str, Any]], bad: list[str]) -> str:
 def find_warnings(
     config: Preparation, records: list[ChunkRecord], sources: list[dict[str, Any]], splits: dict[str, Any]
 ) -> list[str]:
-    """Sources, and files of lines, that have no document though they have bytes; and splits that have none, or another
-    share of the text than was asked for."""
+    """Warnings about sources, and files of lines, that have bytes but no document, and about splits that are empty or
+    far from their share of the text."""
     texts, problems = Counter[tuple[int, str]](), dict[tuple[int, str], str]()
     for index, file, count, problem in (each for record in records for each in record.read):
         for key in dict.fromkeys([(index, ""), (index, file)]):
@@ -120,7 +120,6 @@ STEP_ORDER = ("language", "leaks", "exact_duplicates", "near_duplicates", "min_t
 
 
 def render_report(report: dict[str, Any]) -> str:
-    """For people."""
     rows = [("step", "in", "out", "")]
     for step in report["steps"]:
         rows.append((step["name"], f"{step['in']:,}", f"{step['out']:,}", format_reasons(step["reasons"])))

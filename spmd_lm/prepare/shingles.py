@@ -1,12 +1,12 @@
 """Words, n-grams of words and MinHash as arrays of 64-bit hashes.
 
 A word is a run of letters, digits and underscores, in lower case.  A document's shingles are the set of its 3-grams;
-the Jaccard similarity of two documents is that of their shingles.  A MinHash signature (Broder, 1997) agrees with
-another at a share of its places that is expected to be their similarity; documents that agree in all rows of a band are
-compared exactly (Leskovec et al., Mining of Massive Datasets, 3.4).
+the Jaccard similarity of two documents is that of their shingles.  Two MinHash signatures (Broder, 1997) are expected
+to agree at a share of places equal to it; documents that agree in all rows of a band are compared exactly (Leskovec et
+al., Mining of Massive Datasets, 3.4).
 
-Measured on news, from text to the keys of bands of 100 hashes, in MB a second of a processor: this code 27, rensa 0.5
-19, datasketch 2.0 3.4.  So neither is needed; and the comparison wants the shingles as arrays too."""
+Measured on news, from text to the keys of bands of 100 hashes, in MB per CPU second: this code 27, rensa 0.5 19,
+datasketch 2.0 3.4.  So neither is needed; and the comparison needs the shingles as arrays too."""
 
 import functools
 import re
@@ -17,15 +17,15 @@ import numpy as np
 
 GAP, OTHER_GAP = re.compile(r"\W"), re.compile(r"[^\w\x00-\x7f]")
 IS_WORD = np.array([byte >= 128 or chr(byte).isalnum() or byte == ord("_") for byte in range(256)])
-BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
+BASE = 0x9E3779B97F4A7C15  # odd, and so invertible
 SHINGLE = 3  # words
 HASHES = 100  # of a signature, at most
-RECALL = 0.97  # of pairs at the threshold: 0.975 of those of 0.7, 0.995 of those of 0.75
-PART = 2**17  # characters whose words are in memory at once, and as many again
+RECALL = 0.97  # of pairs at the threshold; actual: 0.975 at 0.7, 0.995 at 0.75
+PART = 2**17  # characters whose words are in memory at once, up to twice as many
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """uint64 [words]"""
+    """uint64 [words]."""
     text = text.lower()
     if not text.isascii():
         text = OTHER_GAP.sub(" ", text)
@@ -34,7 +34,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 
 def parts_of_text(text: str) -> Iterator[str]:
-    """Divided between words, if none is longer than PART."""
+    """Parts divided between words, if none is longer than PART."""
     start = 0
     while start < len(text):
         gap = GAP.search(text, start + PART, start + 2 * PART)
@@ -44,8 +44,8 @@ def parts_of_text(text: str) -> Iterator[str]:
 
 
 def hash_words(text: bytes) -> np.ndarray:
-    """Of each run of word bytes: sum(byte[i] * BASE**i) modulo 2**64, i from 0 on, mixed.  The sums are differences of
-    those from the beginning of the text."""
+    """Hashes of runs of word bytes: sum(byte[i] * BASE**i) modulo 2**64, i from 0 on, mixed; computed as differences of
+    prefix sums."""
     data = np.frombuffer(text, np.uint8)
     inside = np.zeros(len(data) + 2, bool)
     inside[1:-1] = IS_WORD[data]
@@ -59,7 +59,7 @@ def hash_words(text: bytes) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def all_powers() -> tuple[np.ndarray, np.ndarray]:
-    """Of BASE and of its inverse, for the longest part: 4 bytes a character."""
+    """Powers of BASE and of its inverse, for the longest part: 4 bytes a character."""
     bases = np.uint64(BASE), np.uint64(pow(BASE, -1, 2**64))
     powers = np.full((2, 8 * PART), 1, np.uint64)
     for row, base in zip(powers, bases, strict=True):
@@ -69,7 +69,7 @@ def all_powers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(hashes: np.ndarray) -> np.ndarray:
-    """All bits of each depend on all of it (MurmurHash3's finalizer)."""
+    """Mixes so that each bit depends on all bits (MurmurHash3's finalizer)."""
     shift = np.uint64(33)
     hashes = (hashes ^ (hashes >> shift)) * np.uint64(0xFF51AFD7ED558CCD)
     hashes = (hashes ^ (hashes >> shift)) * np.uint64(0xC4CEB9FE1A85EC53)
@@ -78,7 +78,7 @@ def mix(hashes: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def multipliers(seed: int, count: int) -> np.ndarray:
-    """Odd ones, the same everywhere: uint64 [count]."""
+    """Fixed odd multipliers, uint64 [count]."""
     words = (blake2b(f"{seed} {i}".encode(), digest_size=8).digest() for i in range(count))
     return np.frombuffer(b"".join(words), "<u8") | np.uint64(1)
 
@@ -89,7 +89,7 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
     if count <= 0:
         return np.empty(0, np.uint64)
     hashes = np.zeros(count, np.uint64)
-    for start in range(0, count, PART):  # what is between is never as long as the text
+    for start in range(0, count, PART):  # keeps intermediate arrays shorter than the text
         part = hashes[start : start + PART]
         for i, multiplier in enumerate(multipliers(n, n)):
             part += words[start + i : start + i + len(part)] * multiplier
@@ -98,13 +98,13 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def distinct(hashes: np.ndarray) -> np.ndarray:
-    """Sorted and unique, in less time and memory than np.unique takes.  The array itself is sorted."""
+    """Sorts the array itself and returns unique values, in less time and memory than np.unique."""
     hashes.sort()
     return hashes[np.append(True, hashes[1:] != hashes[:-1])] if len(hashes) else hashes
 
 
 def shingle_set(text: str) -> np.ndarray:
-    """Sorted and unique uint64.  A text of fewer than SHINGLE words, but one, has one shingle: all of it."""
+    """Sorted, unique uint64.  A text of 1 to SHINGLE - 1 words has one shingle, the whole text."""
     words = word_hashes(text)
     hashes = ngram_hashes(words, min(SHINGLE, max(len(words), 1)))
     del words
@@ -112,21 +112,20 @@ def shingle_set(text: str) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two sorted sets; 0 for two empty ones."""
+    """Jaccard similarity of two sorted sets; 0 for two empty ones."""
     shared = len(np.intersect1d(a, b, assume_unique=True))
     return shared / max(len(a) + len(b) - shared, 1)
 
 
 def rows_per_band(threshold: float) -> int:
-    """The most with which RECALL of pairs at this similarity agree in some band."""
+    """The most rows with which RECALL of pairs at this similarity agree in some band."""
     fitting = (r for r in range(1, HASHES) if 1 - (1 - threshold**r) ** (HASHES // r) >= RECALL)
     return max(fitting, default=1)
 
 
 def band_keys(sets: Iterable[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys uint64, and which of the sets each is of, uint32: a set has HASHES // rows keys, an empty one none.
-
-    Two sets share a key if their signatures agree in a band."""
+    """Keys, uint64, and the set of each, uint32: HASHES // rows keys per set, none for an empty one.  Two sets share a
+    key if their signatures agree in a band."""
     filled = [(i, each) for i, each in enumerate(sets) if len(each)]
     if not filled:
         return np.empty(0, np.uint64), np.empty(0, np.uint32)
@@ -139,7 +138,7 @@ def band_keys(sets: Iterable[np.ndarray], rows: int) -> tuple[np.ndarray, np.nda
     for band in range(bands):
         key = np.full(len(filled), band, np.uint64)
         for i in range(band * rows, (band + 1) * rows):
-            # 32 bits: numpy multiplies 8 at once, and the half that is dropped decides no minimum.
+            # 32 bits: numpy multiplies 8 at once, and minima do not depend on the dropped half.
             np.multiply(shingles, parameters[i].astype(np.uint32), out=buffer)
             np.add(buffer, (parameters[HASHES + i] >> np.uint64(32)).astype(np.uint32), out=buffer)
             key = mix(key * np.uint64(0x9E3779B97F4A7C15) + np.minimum.reduceat(buffer, starts))

@@ -1,7 +1,7 @@
-"""Where documents come from: the files of a source in a fixed order, and the raw documents in them, one at a time.
+"""The files of a source in a fixed order, and their raw documents, one at a time.
 
-Nothing is decoded here but compression and Parquet.  A document that is too long, and a file that is damaged, is a raw
-document with a `problem`."""
+Only compression and Parquet are decoded here.  A document that is too long, and a damaged file, is a raw document with
+a `problem`."""
 
 import errno
 import hashlib
@@ -25,20 +25,17 @@ from spmd_lm.prepare.streams import DAMAGE, HashingFile, decompressed, documents
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")  # a document a line
 COMPRESSED = (".gz", ".zst")
 LINES_OR_TEXT = (*SUFFIXES, *JSON_SUFFIXES)
-SEARCHED = (".parquet", *(kind + end for kind in LINES_OR_TEXT for end in ("", *COMPRESSED)))
-"""How the names of files end that a directory is searched for."""
+SEARCHED = (".parquet", *(kind + end for kind in LINES_OR_TEXT for end in ("", *COMPRESSED)))  # in a directory
 ALL_FILES = ("",)
 
 PYTHON_STDLIB = "python-stdlib"
 
 
 class RawDocument(NamedTuple):
-    """source: its index.  line: from 1 on; 0 for all of a file.  data: a line of JSON if is_json, else text."""
-
-    source: int
+    source: int  # index
     file: str
-    line: int
-    data: bytes
+    line: int  # from 1 on; 0 for a whole file
+    data: bytes  # a line of JSON if is_json, else text
     is_json: bool = False
     title: str | None = None
     problem: str = ""
@@ -49,9 +46,8 @@ class RawDocument(NamedTuple):
 
 
 class SourceReader:
-    """A source's files, found; `documents` reads them.  DataError for a source that has none.
-
-    unread: files of a directory that are not read, by how their names end."""
+    """The files of a source, read by `documents`.  Raises DataError for a source without files.
+    unread: ignored files of a directory, by suffix."""
 
     def __init__(
         self,
@@ -62,8 +58,10 @@ class SourceReader:
         suffixes: tuple[str, ...] = SEARCHED,
         own: tuple[Path, ...] = (),
     ):
-        """most: bytes of a document.  key: of the list that the source is in.  suffixes: of a directory's files.  own:
-        directories that `prepare` writes, whose files are read only if they are named themselves."""
+        """most: bytes of a document.
+        key: of the list of sources.
+        suffixes: of files to read in a directory.
+        own: directories that `prepare` writes, whose files are read only if named explicitly."""
         self.index, self.source, self.most, self.suffixes = index, source, most, suffixes
         self.own = [os.path.realpath(directory) for directory in own]
         self.unread = Counter[str]()
@@ -85,7 +83,7 @@ class SourceReader:
         return sum(sizes) if sizes else None
 
     def record(self) -> dict[str, Any]:
-        """What was read: of files the SHA-256 of their bytes, one file after another."""
+        """The record of the input, with the SHA-256 of the files' concatenated bytes."""
         if self.source.dataset:
             return {"dataset": self.source.dataset, "name": self.source.name, "split": self.source.split}
         digest = self.sha256.hexdigest()
@@ -95,7 +93,7 @@ class SourceReader:
         return {"path": self.source.label, "files": self.unread.total(), "suffixes": dict(self.unread.most_common())}
 
     def read_through(self) -> dict[str, Any]:
-        """The record of all that there is to read."""
+        """Reads everything, and returns its record."""
         for _ in self.documents():
             pass
         return self.record()
@@ -130,7 +128,7 @@ class SourceReader:
             raise DataError(f"{where}. {advice}, or leave it out of {self.where}.") from error
 
     def _stream(self, file: BinaryIO, name: str, kind: str, suffix: str) -> Iterator[RawDocument]:
-        """The documents of text or JSON lines.  What follows damage in a compressed file is lost."""
+        """Documents of text or JSON lines.  In a compressed file, everything after damage is lost."""
         self.files_read += 1
         line, per_line = 0, kind == "jsonl" or self.source.per == "line"
         hashing = HashingFile(file, self._count)
@@ -176,7 +174,7 @@ class SourceReader:
         return datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs no code of its own
 
     def _keyed(self, file: str, row: int, text: Any, title: Any, detail: str = "not text") -> RawDocument:
-        """A row of a table.  detail: why, where it has no text."""
+        """A row of a table.  detail: why it has no text."""
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else b""
         problem = "" if isinstance(text, str) else f"no text under '{self.source.text}': {detail}"
         if len(data) > self.most:
@@ -190,7 +188,7 @@ class SourceReader:
         self.bytes_read += len(data)
 
     def _find_files(self) -> list[tuple[Path, str]]:
-        """Files in order, each with the problem that it is not to be read for, mostly ''."""
+        """Files in order, each with the reason not to read it, usually ''."""
         pattern = str(self.source.path)
         if pattern == PYTHON_STDLIB:
             root = Path(sysconfig.get_path("stdlib"))
@@ -220,7 +218,7 @@ class SourceReader:
         if not found:
             raise DataError(f"{self.where}: {problem}.")
         by_file: dict[str, tuple[Path, str]] = {}
-        for each in found:  # links lead to one more than once
+        for each in found:  # several links may lead to one file
             by_file.setdefault(os.path.realpath(each[0]), each)
         return [*by_file.values()]
 
@@ -229,25 +227,25 @@ class SourceReader:
 
 
 def visible_files(root: Path) -> list[Path]:
-    """Below a directory, sorted; not hidden ones."""
+    """Sorted files below a directory, without hidden ones."""
     found = sorted(files.walk_files(root))
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
 
 
 def check_links(root: Path, paths: list[Path]) -> list[tuple[Path, str]]:
-    """Paths with their problem: that a link leads out of the directory, and is not followed."""
+    """Paths with their problem: a link out of the directory is not followed."""
     inside = os.path.realpath(root)
     is_inside = [Path(os.path.realpath(path)).is_relative_to(inside) for path in paths]
     return [(path, "" if yes else "a link out of the directory") for path, yes in zip(paths, is_inside, strict=True)]
 
 
 def ending(path: Path) -> str:
-    """The suffix of a name, with the one before a compression's."""
+    """A name's suffix, with the one before a compression's."""
     return "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix or "no suffix"
 
 
 def missing_text(source: Source, value: dict[str, Any]) -> str:
-    """Why keys have no text where the source says, and where they may have it."""
+    """Why the text is missing, and where it may be."""
     if source.text in value:
         return "not text"
     told = f"it has {', '.join(map(str, [*value][:5])) or 'no keys'}"[:80]
@@ -266,7 +264,7 @@ def format_of(path: Path) -> str:
 
 
 def require_datasets(where: str) -> Any:
-    """The library, which is no dependency."""
+    """The optional `datasets` library."""
     try:
         import datasets
     except ImportError:
@@ -275,7 +273,8 @@ def require_datasets(where: str) -> Any:
 
 
 def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReader]:
-    """own: as of SourceReader.  Raises DataError, before anything is read, for a source that has no files."""
+    """Readers of all sources.  own: as in SourceReader.  Raises DataError, before reading, for a source without
+    files."""
     if [source.path for source in config.sources].count("-") > 1:
         raise ConfigError("sources: standard input (-) can be read once. Leave one.")
     if any(source.path == "-" for source in config.sources) and sys.stdin is None:
@@ -284,7 +283,7 @@ def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReade
 
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:
-    """Those of steps.leaks.files, of a directory all files; raises as `open_sources` does."""
+    """Readers of steps.leaks.files, of all files in a directory.  Raises as `open_sources` does."""
     names = config.steps.leaks.files if config.steps.leaks else None
     sources = [Source(path=name) for name in names or []]
     key, most = "steps.leaks.files", config.max_document_bytes

@@ -1,8 +1,8 @@
-"""Which split each text is of: a matter of its digest, the shares of the text being those that are asked for.
+"""The split of each text, determined by its digest so that splits have the requested shares of the text.
 
-In the order of their digests the first documents are for validation and the last ones for tests, as many as
-data/held_out.py counts.  Where a long one has to be divided, its end is for validation, or its beginning for tests.
-Equal texts are one document here, so that no two splits have them."""
+In the order of digests, the first documents are for validation and the last ones for tests, as many as data/held_out.py
+counts.  If a long one is divided, its end is for validation, or its beginning for tests.  Equal texts are one document
+here, so no two splits share one."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,17 +20,13 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 class Bound(NamedTuple):
-    """The first document, on the way to those of training, that is not wholly held out; size: the bytes that are."""
-
-    digest: int
-    size: int
+    digest: int  # of the first document, counted from the end of a split, that is not wholly held out
+    size: int  # its bytes that are held out
 
 
 class Part(NamedTuple):
-    """split: its place in SPLITS."""
-
     document: int
-    split: int
+    split: int  # index in SPLITS
     text: bytes
 
 
@@ -39,11 +35,11 @@ class Splits(NamedTuple):
     test: Bound
 
     def training(self, digests: np.ndarray) -> np.ndarray:
-        """Which texts are for training, if only a part of them: bool [texts].  digests: uint64 [texts]."""
+        """Mask of texts with a part in training, bool [texts].  digests: uint64 [texts]."""
         return (digests >= np.uint64(self.validation.digest)) & (digests <= np.uint64(self.test.digest))
 
     def divide(self, document: int, digest: int, text: bytes) -> Iterator[Part]:
-        """The parts of a text, in their order: one, unless its digest is that of a bound."""
+        """The parts of a text, in order: one, unless its digest is at a bound."""
         if digest < self.validation.digest or digest > self.test.digest:
             yield Part(document, VALIDATION if digest < self.validation.digest else TEST, text)
             return
@@ -56,7 +52,7 @@ class Splits(NamedTuple):
 
 
 def choose_splits(digests: np.ndarray, sizes: np.ndarray, shares: SplitShares) -> Splits:
-    """digests, sizes: of all texts, one at least, in any order: uint64 and bytes [texts]."""
+    """digests, sizes: uint64 and bytes [texts] of one or more texts, in any order."""
     digests, groups, copies = np.unique(digests, return_inverse=True, return_counts=True)
     sizes = np.bincount(groups, sizes)
     draws = (digests >> np.uint64(11)) * 2.0**-53
@@ -70,9 +66,9 @@ def choose_splits(digests: np.ndarray, sizes: np.ndarray, shares: SplitShares) -
     )
 
 
-def split_corpus(corpus: CleanedChunks, fates: np.ndarray, shares: SplitShares) -> Splits:
-    """fates: uint8 [documents], of which some are USED."""
-    used = [fates[base:end] == USED for base, end in itertools.pairwise(corpus.bases.tolist())]
+def split_corpus(corpus: CleanedChunks, labels: np.ndarray, shares: SplitShares) -> Splits:
+    """labels: uint8 [documents], some USED."""
+    used = [labels[base:end] == USED for base, end in itertools.pairwise(corpus.bases.tolist())]
 
     def gather(values: Callable[[int], np.ndarray]) -> np.ndarray:
         return np.concatenate([values(chunk)[used[chunk]] for chunk in range(len(used))])

@@ -1,7 +1,7 @@
-"""What a stage leaves in OUT.partial: files, and a record, NAME.json, written last: without it nothing is there.
+"""Files of a stage in OUT.partial, and its record, NAME.json, written last; without it, they do not count.
 
-A record is a line of JSON, [value, {suffix: [bytes, CRC-32]}] of the files beside it, and a line with its own CRC-32.
-A later start compares all of them before it reads any, and takes nothing for granted: anyone can compute a CRC-32."""
+A record is a line of JSON, [value, {suffix: [bytes, CRC-32]}] for the files beside it, and a line with its own CRC-32.
+A later start verifies all of them before it reads any, and trusts nothing: anyone can compute a CRC-32."""
 
 import io
 import json
@@ -20,14 +20,16 @@ from spmd_lm.errors import DataError
 from spmd_lm.runtime.outputs import writing
 
 READ_BYTES = 2**20  # at a time
-MAX_RECORD = 2**26  # bytes; that of a chunk has a few hundred for each file of lines that it is of
+MAX_RECORD = 2**26  # bytes; a chunk's has a few hundred for each file of lines in it
 
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
 StageValue = TypeVar("StageValue")
 
 
 def write_stage(path: Path, value: Any, contents: Mapping[str, bytes | np.ndarray]) -> None:
-    """path: without a suffix.  value: what JSON can say, but not None.  contents: of the files, by their suffixes."""
+    """path: without a suffix.
+    value: JSON, but not None.
+    contents: of the files, by suffix."""
     listed = {}
     with writing(path):
         for suffix, content in contents.items():
@@ -45,9 +47,10 @@ def npy_bytes(array: np.ndarray) -> bytes:
 
 
 def read_stage(path: Path, kind: type[StageValue], suffixes: Collection[str] = ()) -> StageValue | None:
-    """The value of a record; None if there is none.  Raises DataError for files that are not as they were written.
+    """The value of a record, or None.  Raises DataError for files that differ from what was written.
 
-    kind: of the value.  suffixes: of the files beside it."""
+    kind: of the value.
+    suffixes: of the files beside it."""
     record = path.with_suffix(".json")
     try:
         line, _, checksum = files.read_bytes(record, MAX_RECORD).partition(b"\n")
@@ -67,7 +70,7 @@ def read_stage(path: Path, kind: type[StageValue], suffixes: Collection[str] = (
 
 
 def first_fault(error: Exception) -> str:
-    """What is wrong, in a line."""
+    """The problem, in a line."""
     if isinstance(error, ValidationError):
         fault = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"[:200]
@@ -75,7 +78,7 @@ def first_fault(error: Exception) -> str:
 
 
 def open_array(path: Path, dtype: type[np.generic], *shape: int | None) -> np.ndarray:
-    """A memory map of an array of these dimensions; None for any.  DataError if it is another one."""
+    """A memory map of an array with these dimensions; None for any.  Raises DataError for another array."""
     try:
         os.close(files.open_regular(path))
         array = open_memmap(path, mode="r")
@@ -102,8 +105,7 @@ def check_file(path: Path, size: int, checksum: int) -> None:
         raise damaged_stage(path, "its checksum is not that of what was written")
 
 
-def damaged_stage(path: Path, what: str) -> DataError:
-    """path: below OUT.partial."""
+def damaged_stage(path: Path, what: str) -> DataError:  # path: below OUT.partial
     partial = next(each for each in path.parents if each.suffix == ".partial")
     advice = f"Remove {partial} and {partial.with_suffix('')}, and prepare again"
     return DataError(f"{path}: damaged: {what}. {advice}.")

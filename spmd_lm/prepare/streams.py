@@ -1,4 +1,4 @@
-"""Bytes of a file as documents within bounds: decompressed, hashed on the way, and never more than one in memory."""
+"""Streams of documents within bounds: decompressed and hashed on the way, never more than one in memory."""
 
 import gzip
 import io
@@ -9,23 +9,22 @@ from typing import Any, BinaryIO, cast
 from spmd_lm.errors import ConfigError
 
 BUFFER = 2**20
-ZSTD_INPUT = 2**10  # bytes at a time, which make at most 32 MiB
-MAX_WINDOW = 2**27  # bytes that a zstandard file may ask for; its own limit of the command line
+ZSTD_INPUT = 2**10  # bytes at a time, which decompress to at most 32 MiB
+MAX_WINDOW = 2**27  # bytes that a zstandard file may ask for; its command line's own limit
 
 try:
     from zstandard import ZstdError
 except ImportError:
 
     class ZstdError(Exception):  # type: ignore[no-redef]
-        """Where the library is not installed nothing raises it."""
+        """Never raised: the library is not installed."""
 
 
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)
-"""What reading a damaged file raises."""
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # from reading a damaged file
 
 
 class HashingFile(io.RawIOBase):
-    """Passes what is read of a file to `count` too."""
+    """Passes a file's bytes, as they are read, to `count`."""
 
     def __init__(self, file: BinaryIO, count: Callable[[bytes], None]):
         self.file, self.count = file, count
@@ -40,7 +39,6 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def drain(self) -> None:
-        """Reads what is left."""
         while self.read(BUFFER):
             pass
 
@@ -55,7 +53,7 @@ def require_zstandard(where: str) -> Any:
 
 
 class ZstdFile(io.RawIOBase):
-    """What a .zst decompresses to.  EOFError if it ends in the middle, which zstandard's own reader does not tell."""
+    """Decompresses a .zst.  Raises EOFError for a truncated file, which zstandard's own reader does not report."""
 
     def __init__(self, file: BinaryIO):
         library = require_zstandard(".zst")
@@ -74,7 +72,7 @@ class ZstdFile(io.RawIOBase):
         return size
 
     def _decompress(self) -> bool:
-        """Some more output, perhaps none; False at the end."""
+        """Produces more output, perhaps none; False at the end."""
         self.input = self.input or self.file.read(ZSTD_INPUT)
         if not self.input:
             if self.frame is not None:
@@ -98,8 +96,8 @@ def decompressed(file: io.RawIOBase, suffix: str) -> BinaryIO:
 
 
 def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tuple[int, bytes | None]]:
-    """The number of each line, from 1 on, and its bytes; None for one that has more than `most`, whose rest is passed
-    over in parts.  per_line false: all of the file, as number 0."""
+    """Yields each line's number, from 1 on, and bytes; None for a line longer than `most`, which is skipped in parts.
+    per_line false: the whole file, as number 0."""
     if not per_line:
         data = file.read(most + 1)
         yield 0, None if len(data) > most else data

@@ -1,5 +1,5 @@
-"""From texts to shards of tokens, in two steps that any number of processes share: each chunk's documents are tokenized
-by themselves, and then their lengths say which shard each belongs to."""
+"""Turns texts into shards of tokens, in two parallel steps: each chunk's documents are tokenized, then assigned to
+shards by their lengths."""
 
 import functools
 import io
@@ -24,60 +24,57 @@ from spmd_lm.prepare.splits import SPLITS, Part, Splits
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
-BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 60 to 160 bytes for each of them
-LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")
-"""Where most tokenizers divide a text themselves."""
+BATCH_BYTES = 2**20  # of text that the library tokenizes at once, with 60 to 160 bytes of memory for each
+LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")  # where most tokenizers split a text
 
 KNOWN_CUTS = re.compile(
     rb"(?= [!-~\xc3-\xe0\xe4-\xf4])"  # before a space that begins a word, whatever its letters
     rb"|[!-~](?=\n)"
     rb"|(?:\xe3\x80[\x81\x82]|\xef\xbc\x8c)(?=[\xe5-\xe8\n])"  # after a Chinese comma or full stop
 )
-"""Where GPT-2's and BERT's pre-tokenizers do.  GPT-2's is a regular expression that never looks back.  None of its
-alternatives goes on over such a place, and the one that ends there would end there too if the text did: the last space
-before what is no white space begins a token; so does the first line feed after what is none, and a letter after
-punctuation that is no apostrophe.  Bytes after a space that may be white space, as U+3000, are left out, and so are
-letters that an older Unicode may not know."""
+"""Places where GPT-2's and BERT's pre-tokenizers split.  GPT-2's is a regular expression that never looks back.  None
+of its alternatives matches across such a place, and one that ends there would end there too if the text did: the last
+space before a word begins a token; so does the first line feed after other characters, and a letter after punctuation
+other than an apostrophe.  Bytes after a space that may be white space, as U+3000, are left out, and so are letters that
+an older Unicode may not know."""
 
 EXAMPLE = "It was one of TWO; AND SOME were naïve, others 1,234 of old.\nNo more of Them came then".encode()
 
 
 class Vocabulary(NamedTuple):
-    """name: `bytes`, or a path.  sha256: of its file, or `bytes`."""
-
-    name: str
-    sha256: str
+    name: str  # `bytes`, or a path
+    sha256: str  # of its file, or `bytes`
     vocab_size: int
     eos_token_id: int | None
-    bos: Literal["auto"] | bool = "auto"  # as of Preparation
+    bos: Literal["auto"] | bool = "auto"  # Preparation.bos
 
     @property
     def tokenizer(self) -> tuple[str, str, Literal["auto"] | bool]:
-        """What `load_tokenizer` takes."""
+        """Arguments of `load_tokenizer`."""
         return self.name, self.sha256, self.bos
 
     @property
     def eos_tokens(self) -> int:
-        """That follow each document."""
+        """End-of-sequence tokens per document."""
         return int(self.eos_token_id is not None)
 
 
 class TokenizedChunk(NamedTuple):
-    """A chunk's documents that have tokens enough.  few_tokens: how many have not."""
-
     number: Natural
-    documents: Natural
-    few_tokens: Natural
+    documents: Natural  # with enough tokens
+    few_tokens: Natural  # documents with too few
 
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """Tokenizes the documents of a chunk that are used: 00000.bin has their ids, 00000.lengths.npy uint64
-    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json a TokenizedChunk.  Of a
-    document that is divided each part is one."""
+    """Tokenizes the USED documents of a chunk, or their parts if they are divided.
+
+    00000.bin: their ids.
+    00000.lengths.npy: uint64 [3, documents], their splits, counts of ids, and bytes of text.
+    00000.json: a TokenizedChunk."""
 
     corpus: CleanedChunks
-    fates: Path
+    labels: Path
     directory: Path
     vocabulary: Vocabulary
     min_tokens: int
@@ -89,7 +86,7 @@ class ChunkTokenizer:
             self._check(path, done)
             return done
         base, end = self.corpus.bases[number : number + 2].tolist()
-        positions = np.flatnonzero(open_memmap(self.fates, mode="r")[base:end] == USED)
+        positions = np.flatnonzero(open_memmap(self.labels, mode="r")[base:end] == USED)
         data, lengths, few, tokenizer = io.BytesIO(), [], 0, load_tokenizer(*self.vocabulary.tokenizer)
         dtype = token_dtype(self.vocabulary.vocab_size)
         for _, group in itertools.groupby(self._encode(number, positions), lambda encoded: encoded[0].document):
@@ -107,7 +104,7 @@ class ChunkTokenizer:
         return done
 
     def _check(self, path: Path, done: TokenizedChunk) -> None:
-        """DataError if the lengths are not those of the ids."""
+        """Raises DataError if the lengths do not match the ids."""
         lengths = open_array(path.with_suffix(".lengths.npy"), np.uint64, 3, done.documents)
         ids = path.with_suffix(".bin").stat().st_size // token_dtype(self.vocabulary.vocab_size).itemsize
         if (lengths[1] > ids).any() or lengths[1].sum() != ids or (lengths[0] >= len(SPLITS)).any():
@@ -120,7 +117,7 @@ class ChunkTokenizer:
             yield from self.splits.divide(document, digest, text)
 
     def _encode(self, number: int, positions: np.ndarray) -> Iterator[tuple[Part, np.ndarray]]:
-        """The parts of the texts, and their ids."""
+        """Yields the parts of the texts, and their ids."""
         tokenizer = load_tokenizer(*self.vocabulary.tokenizer)
         for batch in batches(self._parts(number, positions)):
             texts = [part.text for part in batch]
@@ -143,8 +140,8 @@ def parts_of_document(text: bytes, cuts: re.Pattern[bytes]) -> Iterator[bytes]:
 
 @functools.lru_cache(maxsize=8)
 def cuts_of(tokenizer: SubwordTokenizer) -> re.Pattern[bytes] | None:
-    """Where a text can be divided so that its ids are those of its parts: by what is known of the pre-tokenizer, or by
-    example.  None if nowhere: Llama 2's puts a space before each text."""
+    """Pattern of places where a text can be cut without changing its ids: known from the pre-tokenizer, or inferred
+    from an example.  None if there are none: Llama 2's puts a space before each text."""
     backend = tokenizer.backend
     splitter, normalizer = backend.pre_tokenizer, backend.normalizer
     is_byte_level = isinstance(splitter, ByteLevel) and splitter.use_regex and not splitter.add_prefix_space
@@ -154,12 +151,12 @@ def cuts_of(tokenizer: SubwordTokenizer) -> re.Pattern[bytes] | None:
     added = backend.get_added_tokens_decoder().values()
     in_text = [token for token in added if not (token.special and backend.encode_special_tokens)]
     if any(token.lstrip or token.rstrip or cuts.search(token.content.encode()) for token in in_text):
-        return None  # they are looked for in a text before it is divided
+        return None  # such tokens are found before the text is split
     return cuts if is_known or divides(tokenizer, EXAMPLE, cuts) else None
 
 
 def divides(tokenizer: SubwordTokenizer, text: bytes, cuts: re.Pattern[bytes]) -> bool:
-    """Whether the ids of the text are those of its two parts, wherever it is cut."""
+    """True if cutting the text at any match leaves its ids unchanged."""
     parts = [(text[: found.end()], text[found.end() :]) for found in cuts.finditer(text)]
     undivided = tokenizer.encode(text).tolist()
     return all([*tokenizer.encode(a).tolist(), *tokenizer.encode(b).tolist()] == undivided for a, b in parts)
@@ -179,7 +176,7 @@ def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 @functools.cache
 def load_tokenizer(name: str, sha256: str, bos: Literal["auto"] | bool = "auto") -> Tokenizer:
-    """sha256: so that another vocabulary of the same name is another tokenizer."""
+    """Cached.  sha256: distinguishes vocabularies of the same name."""
     try:
         return put_bos(open_tokenizer(name), bos, key="bos")
     except DataError as error:
@@ -187,7 +184,7 @@ def load_tokenizer(name: str, sha256: str, bos: Literal["auto"] | bool = "auto")
 
 
 class ShardPart(NamedTuple):
-    """The documents start to stop of those of a split in a chunk."""
+    """Documents start..stop-1 among those of a split in a chunk."""
 
     chunk: int
     start: int
@@ -205,7 +202,7 @@ class PlannedShard(NamedTuple):
 
 
 def plan_shards(directory: Path, chunks: int, split: str, shard_tokens: int, eos_tokens: int) -> Iterator[PlannedShard]:
-    """The shards of a split, each as full as whole documents make it."""
+    """Yields the shards of a split, each as full as whole documents make it."""
     number, parts, room = 0, list[ShardPart](), shard_tokens
     for chunk in range(chunks):
         lengths = map_array(directory, chunk, "lengths")
@@ -229,7 +226,7 @@ def plan_shards(directory: Path, chunks: int, split: str, shard_tokens: int, eos
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Writes planned shards below `out`, unless they are there."""
+    """Writes planned shards below `out`, unless they exist."""
 
     out: Path
     directory: Path

@@ -14,12 +14,12 @@ from spmd_lm.prepare.splits import TRAIN, Splits
 
 
 def train_tokenizer(
-    settings: TrainedTokenizer, corpus: CleanedChunks, fates: np.ndarray, splits: Splits, directory: Path
+    settings: TrainedTokenizer, corpus: CleanedChunks, labels: np.ndarray, splits: Splits, directory: Path
 ) -> None:
-    """Writes tokenizer.json into the directory.  NothingLeftError if there is no text to train on."""
+    """Writes tokenizer.json into the directory.  Raises NothingLeftError if there is no text to train on."""
 
     def texts() -> Iterator[str]:
-        return training_texts(corpus, fates, splits, settings.sample_bytes)
+        return training_texts(corpus, labels, splits, settings.sample_bytes)
 
     if next(texts(), None) is None:
         raise NothingLeftError(
@@ -33,12 +33,12 @@ def train_tokenizer(
     write_vocabulary(trained.to_str(pretty=True), directory)
 
 
-def training_texts(corpus: CleanedChunks, fates: np.ndarray, splits: Splits, most: int) -> Iterator[str]:
-    """The documents of the training split; if they have more than `most` bytes, those whose digests are least."""
+def training_texts(corpus: CleanedChunks, labels: np.ndarray, splits: Splits, most: int) -> Iterator[str]:
+    """Documents of the training split; if they exceed `most` bytes, those with the least digests."""
     chosen = []
     for chunk in range(len(corpus.bases) - 1):
         digests = map_array(corpus.directory, chunk, "digests")
-        used = np.array(fates[corpus.bases[chunk] : corpus.bases[chunk + 1]] == USED)
+        used = np.array(labels[corpus.bases[chunk] : corpus.bases[chunk + 1]] == USED)
         used &= splits.training(digests[:, 0])
         sizes = np.diff(map_array(corpus.directory, chunk, "ends"))
         chosen.append((np.flatnonzero(used), digests[used, 1], sizes[used]))

@@ -1,4 +1,4 @@
-"""Processes that a stage's tasks are divided among: results come in the order of the tasks, whoever is done first.
+"""Worker processes for a stage's tasks: results come in the order of the tasks.
 
 They are spawned, so that no thread of this process is forked with them, and import no jax.  They end with this process,
 even if it is killed (on Linux)."""
@@ -23,7 +23,7 @@ Output = TypeVar("Output")
 
 
 class Workers:
-    """`count` processes; for a count of 1 none but this one."""
+    """`count` processes; for a count of 1, only this one."""
 
     def __init__(self, count: int):
         self.count = count
@@ -31,7 +31,7 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
-            sys.warnoptions.append("ignore:resource_tracker")  # of the process that tidies up if this one is killed
+            sys.warnoptions.append("ignore:resource_tracker")  # of the process that cleans up if this one is killed
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.count, context, set_up_worker, (os.getpid(),))
         return self
@@ -41,7 +41,7 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Input], Output], tasks: Iterable[Input]) -> Iterator[Output]:
-        """Results in the order of the tasks.  At most two tasks more than there are processes are in memory."""
+        """Yields results in the order of the tasks.  At most two tasks more than processes are in memory."""
         if self.pool is None:
             yield from map(function, tasks)
             return
@@ -60,7 +60,7 @@ class Workers:
             raise UserError(f"a worker process was killed, perhaps because memory was short. {advice}.") from None
 
     def _submit(self, function: Callable[[Input], Output], task: Input) -> Future[Output]:
-        """A process that this starts inherits that Ctrl-C waits, until `set_up_worker` answers it."""
+        """Submits with SIGINT blocked, which a new process inherits until `set_up_worker`."""
         assert self.pool
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -77,5 +77,5 @@ def set_up_worker(parent: int) -> None:
     os.environ[PARENT] = str(parent)
     try:
         end_with_parent()
-    except SystemExit:  # which the pool would log
+    except SystemExit:  # the pool would log it
         os._exit(128 + signal.SIGTERM)

@@ -1,7 +1,6 @@
-"""The two directories of a data set: OUT, and OUT.partial beside it for what is only needed until OUT is finished.
+"""The two directories of a data set: OUT, and OUT.partial beside it for files needed only until OUT is finished.
 
-OUT.partial says which configuration it is of; OUT is finished once it has a manifest.  What is not ours is left
-alone."""
+OUT.partial records its configuration; OUT is finished once it has a manifest.  Foreign files are left alone."""
 
 import json
 import os
@@ -18,10 +17,8 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.outputs import writing
 
 REPORT, IDENTITY = "report.json", "identity.json"
-NO_DATA = {"on_bad"}
-"""Keys that no data depend on: bad input is counted, or there is no data set."""
-TRACES = {".lock", f"{IDENTITY}.tmp"}
-"""What a start that is killed at once leaves."""
+NO_DATA = {"on_bad"}  # keys that do not affect the data
+TRACES = {".lock", f"{IDENTITY}.tmp"}  # left by a start that was killed at once
 
 
 class Workspace:
@@ -33,9 +30,8 @@ class Workspace:
         self.read, self.tokens = self.partial / "read", self.partial / "tokens"
 
     def finished(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The manifest of this data set; None if it is not finished.
-
-        ConfigError if what is there is another data set, or none; DataError if it is damaged."""
+        """The manifest of this data set, or None if unfinished.  Raises ConfigError if OUT is another data set, or
+        something else; DataError if it is damaged."""
         if os.path.lexists(self.out) and not self.out.is_dir():
             raise ConfigError(f"out={self.out}: exists and is not a directory. Choose another name.")
         manifest = read_object(self.out / MANIFEST)
@@ -51,12 +47,12 @@ class Workspace:
             what = "a data set of another vocabulary"
             raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
         check_files(self.out)
-        if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
+        if read_object(self.partial / IDENTITY) is not None:  # it was stopped before removing it
             self._remove_partial()
         return manifest
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Makes both directories, or goes on in them.  ConfigError if they are not this data set's."""
+        """Makes both directories, or continues in them.  Raises ConfigError if they are not this data set's."""
         found = read_object(self.partial / IDENTITY)
         if found is None:
             for directory, ours in ((self.partial, TRACES), (self.out, set[str]())):
@@ -76,22 +72,22 @@ class Workspace:
                 directory.mkdir(parents=True, exist_ok=True)
 
     def finish(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
-        """The manifest appears last: with it the data set is finished."""
+        """Writes the manifest last, which finishes the data set."""
         for name, value in ((REPORT, report), (MANIFEST, manifest)):
             with writing(self.out / name):
                 files.write_atomically(self.out / name, json.dumps(value, indent=1) + "\n")
         self._remove_partial()
 
     def discard(self) -> None:
-        """Removes both directories before there is a shard: of all that is in them nobody has a use."""
+        """Removes both directories, before there are shards: their contents are of no use."""
         shutil.rmtree(self.out / TOKENIZER_DIR, ignore_errors=True)
         with suppress(OSError):
             self.out.rmdir()
         self._remove_partial()
 
     def _remove_partial(self) -> None:
-        """What says that a stage is done goes first, and whose it is last; a directory has its name no more before its
-        first file goes.  So a later start, if this is stopped, takes no part of a stage for all of it."""
+        """Removes in an order that an interruption cannot turn into a valid partial stage: records before their files,
+        the identity last, and directories renamed before they are emptied."""
         for path in sorted(self.partial.iterdir(), key=removal_order):
             if path in (self.read, self.tokens):
                 path = path.rename(path.with_name(f"removed-{path.name}-{secrets.token_hex(4)}"))
@@ -103,7 +99,7 @@ class Workspace:
 
 
 def removal_order(path: Path) -> tuple[bool, bool]:
-    """Records before what they are of."""
+    """Sort key: records before their files."""
     return path.is_dir(), path.suffix != ".json"
 
 
@@ -119,7 +115,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def differing(found: Any, wanted: dict[str, Any], prefix: str = "") -> str:
-    """The first key in which they differ; '' if none.  NO_DATA may."""
+    """The first key in which they differ, except NO_DATA; '' if none."""
     if not isinstance(found, dict):
         return prefix.rstrip(".") or "configuration"
     for key in sorted((found.keys() | wanted.keys()) - NO_DATA):

@@ -1,11 +1,11 @@
-"""One HTML page that needs no other file: sections of cards, figures, tables and text.
+"""One self-contained HTML page: sections of cards, figures, tables and text.
 
-Content is `Html`, made by the functions here, or a plain string, which becomes a paragraph.  Whatever is not Html is
-escaped, so that names and samples can hold anything:
+Content is `Html`, made by the functions here, or a plain string, which becomes a paragraph.  Anything but Html is
+escaped, so names and samples can hold anything:
 
-    page = Page("A sweep", "12 runs")
-    page.section("Results", "What was varied.", cards(figure(plots.curves(runs), "loss")), table(header, rows))
-    write_atomically(path, page.html())"""
+   page = Page("A sweep", "12 runs")
+   page.section("Results", "What was varied.", cards(figure(plots.curves(runs), "loss")), table(header, rows))
+   write_atomically(path, page.html())"""
 
 import html
 import re
@@ -20,8 +20,7 @@ class Html(str):
     __slots__ = ()
 
 
-Content = str
-"""Html, or text, which becomes a paragraph."""
+Content = str  # Html, or text, which becomes a paragraph
 
 CSS = (
     """
@@ -64,14 +63,14 @@ pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; 
 
 
 class Page:
-    """A page with a title; sections stand in the order in which they are added."""
+    """A page whose sections stand in the order of their addition."""
 
     def __init__(self, title: str, subtitle: str = ""):
         self._title, self._subtitle = title, subtitle
         self._sections: list[str] = []
 
     def section(self, heading: str, *blocks: Content) -> None:
-        """heading: "" for none.  Empty blocks are left out, and a section without blocks too."""
+        """Adds a section without empty blocks, unless all are empty.  heading: "" for none."""
         body = join(blocks)
         if body:
             title = f"<h2>{escape(heading)}</h2>" if heading else ""
@@ -89,7 +88,7 @@ class Page:
 
 
 def escape(text: object) -> Html:
-    """Html as it is; anything else as text, without characters that HTML does not allow."""
+    """Html unchanged; anything else as text, without characters that HTML forbids."""
     if isinstance(text, Html):
         return text
     visible = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(text).replace("\r\n", "\n"))
@@ -101,10 +100,10 @@ def join(blocks: Iterable[Content]) -> Html:
 
 
 def figure(picture: Figure, name: str, caption: str = "", about: str = "") -> Html:
-    """A picture in a card, which scrolls sideways where it is wider than a telephone.
+    """A picture in a card, which scrolls sideways if it is wider than a phone.
 
-    name: letters, digits, - and _, another one for each figure of the page: its ids begin with it, and data-figure is
-    it.  about: what a reader who cannot see it is told; by default the caption or the name."""
+    name: unique on the page, of letters, digits, - and _; data-figure, and prefix of all ids.
+    about: text for readers who cannot see it; by default the caption or the name."""
     assert re.fullmatch(r"[\w-]+", name), name
     label = escape(about or caption or name.replace("-", " "))
     width = picture.get_size_inches()[0] * PIXELS_PER_INCH
@@ -134,7 +133,7 @@ def facts(values: Mapping[str, object]) -> Html:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Columns whose cells all begin with a digit, or are empty, are aligned to the right."""
+    """Right-aligns columns whose cells all begin with a digit, or are empty."""
     cells = [[escape(cell) for cell in row] for row in rows]
     right = [all(re.match(r"[-–−\d]|$", cell) for cell in column) for column in zip(*cells, strict=True)]
     right = right or [False] * len(header)
@@ -151,7 +150,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
 
 
 def details(summary: str, *blocks: Content) -> Html:
-    """Blocks that are hidden until their summary is clicked."""
+    """Blocks hidden until their summary is clicked."""
     return Html(f"<details><summary>{escape(summary)}</summary>{join(blocks)}</details>") if any(blocks) else Html()
 
 
@@ -160,5 +159,4 @@ def preformatted(text: str) -> Html:
 
 
 def notice(text: str) -> Html:
-    """Something that the reader should know before the rest."""
     return Html(f'<div class="notice">{escape(text)}</div>')

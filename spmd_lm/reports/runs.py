@@ -1,6 +1,6 @@
-"""`spmd-lm report`: the page of one run, or of several laid over each other, from the files that they left.
+"""`spmd-lm report`: the page of one run, or of several laid over each other, from their files.
 
-It starts no devices: status.json says what each start of a run ran on, and the layout is planned for that."""
+Starts no devices: status.json records the devices of each attempt, for which the layout is planned."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,40 +35,39 @@ from spmd_lm.reports.page import (
 from spmd_lm.resolve import abstract_plan
 from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
-from spmd_lm.runtime.metrics import Life, Record, Status, is_number, read_records
+from spmd_lm.runtime.metrics import Attempt, Record, Status, is_number, read_records
 
-METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")
-"""Those that have a place on every page; others that a run recorded follow."""
+METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")  # before all others
 
 NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
 READ_FILES = ("status.json", CONFIG_FILE, "metrics.jsonl", "samples.txt")
 MOST_SHOWN = 2**17
 MOST_OTHERS = 12
-MOST_CHARACTERS = 20_000  # of samples.txt
-MOST_BYTES = 2**20  # of it, and of config.yaml
+MOST_CHARACTERS = 20_000  # shown of samples.txt
+MOST_BYTES = 2**20  # read of it, and of config.yaml
 UNKNOWN = "–"
 
 
 @dataclass
 class RunFiles:
-    """What a run's directory says, in whatever state the run is.  problems: what the page cannot show, and why."""
+    """The files of a run in any state."""
 
     directory: Path
     name: str
     config: RunConfig | None = None
     config_text: str = ""
-    status: Status | None = None  # None before the first start
-    written: datetime | None = None  # when status.json was
-    killed: bool = False  # whether its status says running, and its process is gone
+    status: Status | None = None  # None before the first attempt
+    written: datetime | None = None  # of status.json
+    killed: bool = False  # status says running, but the process is gone
     records: list[Record] = field(default_factory=list)
     generated: str = ""  # samples.txt
     plan: Mapping[str, Any] | None = None
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # parts that the page cannot show, and why
 
     @property
-    def lives(self) -> list[Life]:
-        return self.status.lives if self.status else []
+    def attempts(self) -> list[Attempt]:
+        return self.status.attempts if self.status else []
 
     def last(self, key: str) -> float | None:
         """The newest recorded value."""
@@ -83,11 +82,11 @@ class RunFiles:
 def read_run(directory: Path) -> RunFiles:
     """Raises ConfigError for a directory that is no run, and CheckpointError for damaged records or status."""
     for path in (directory / name for name in READ_FILES):
-        if path.is_symlink():  # the page may be for others, who could not read what the link leads to
+        if path.is_symlink():  # the page may be shown to others, who could not read the link's target
             raise ConfigError(f"{path}: is a link, and may lead to what is not the run's. Put the file itself there.")
     status = Status.read(directory)
     if status is None and not (directory / CONFIG_FILE).exists():
-        load_run(directory)  # which says what is missing
+        load_run(directory)  # raises, naming what is missing
     run = RunFiles(directory, directory.resolve().name, status=status)
     run.config_text, run.generated = (_read_text(directory / name) for name in (CONFIG_FILE, "samples.txt"))
     run.records = read_records(directory / "metrics.jsonl")
@@ -114,10 +113,10 @@ def _read_text(path: Path) -> str:
 
 
 def _plan_layout(run: RunFiles, config: RunConfig) -> None:
-    """The plan for the devices of the run's newest start, and what theory says that a step sends."""
+    """Plans for the devices of the run's newest attempt, with the expected collectives of a step."""
     devices, platform, kind = config.run.simulate_devices, "cpu", "cpu"
-    if run.lives:
-        devices, platform, kind = run.lives[-1].devices, run.lives[-1].platform, run.lives[-1].device_kind
+    if run.attempts:
+        devices, platform, kind = run.attempts[-1].devices, run.attempts[-1].platform, run.attempts[-1].device_kind
     elif not devices:
         why = "an older version wrote its status.json" if run.status else "it has not been started"
         run.problems.append(f"No layout, because what this run runs on is not recorded: {why}.")
@@ -134,9 +133,8 @@ def _plan_layout(run: RunFiles, config: RunConfig) -> None:
 
 
 def write_report(directories: Sequence[Path], out: Path | None) -> Path:
-    """Writes the page of these runs to `out`, by default report.html of the first, and returns its path.
-
-    Raises as read_run does, and ConfigError if the page cannot be written."""
+    """Writes the page of these runs to `out`, by default report.html of the first; returns its path.  Raises as
+    read_run does, and ConfigError if the page cannot be written."""
     path = directories[0] / "report.html" if out is None else out
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise ConfigError(f"--out {path}: is not an HTML file. Give a file that ends in .html.")
@@ -168,11 +166,11 @@ def make_page(directories: Sequence[Path]) -> str:
     for i, (name, run) in enumerate(runs):
         if alone:
             page.section("Layout", layout(run, "layout"))
-            page.section("Starts", life_table(run))
+            page.section("Starts", attempt_table(run))
             page.section("Generated text", *generated_text(run))
             page.section("Configuration", details(CONFIG_FILE, preformatted(run.config_text)))
         else:
-            blocks = [facts(summarize(run)), *map(notice, run.problems), layout(run, f"run{i}"), life_table(run)]
+            blocks = [facts(summarize(run)), *map(notice, run.problems), layout(run, f"run{i}"), attempt_table(run)]
             blocks += generated_text(run)
             page.section("Each run" if i == 0 else "", details(name, *blocks, _config_details(run)))
     return page.html()
@@ -183,7 +181,7 @@ def _config_details(run: RunFiles) -> Content:
 
 
 def _named(runs: Iterator[RunFiles]) -> dict[str, RunFiles]:
-    """By name; by directory where two have one name."""
+    """Runs by name, or by directory if names clash."""
     all_runs = list(runs)
     names = [run.name for run in all_runs]
     return {run.name if names.count(run.name) == 1 else str(run.directory): run for run in all_runs}
@@ -193,7 +191,7 @@ def _named(runs: Iterator[RunFiles]) -> dict[str, RunFiles]:
 
 
 def format_state(run: RunFiles) -> str:
-    """Whether it is done, and if it failed, why."""
+    """The run's state; if it failed, with the reason."""
     status = run.status
     if status is None:
         return "not started"
@@ -203,13 +201,12 @@ def format_state(run: RunFiles) -> str:
 
 
 def _format_exit(code: int | None) -> str:
-    """An exit code in words."""
     known = {each.value: each.name.lower().replace("_", " ") for each in Exit}
     return "killed" if code is None else f"{known.get(code, 'error')} ({code})"
 
 
 def summarize(run: RunFiles) -> dict[str, str]:
-    """The numbers to see first, by name, as far as they are known."""
+    """The most important numbers that are known, by name."""
     status, plan = run.status, run.plan
     of_all = f" of {run.config.train.steps:,}" if run.config else ""
     seconds = status.goodput if status else {}
@@ -240,12 +237,12 @@ def _format(value: float | None, formatter: Callable[[float], str]) -> str:
 
 
 def peak_bytes(run: RunFiles) -> int | None:
-    """The most memory that one device used in any start; None where it was not measured."""
-    return max((life.peak_bytes for life in run.lives if life.peak_bytes is not None), default=None)
+    """Peak memory of a device in any attempt; None if not measured."""
+    return max((attempt.peak_bytes for attempt in run.attempts if attempt.peak_bytes is not None), default=None)
 
 
 def compare(runs: Mapping[str, RunFiles]) -> list[Content]:
-    """A table with a row for each run, and what their pages cannot show."""
+    """A table with a row for each run, and their problems."""
     summaries = {name: summarize(run) for name, run in runs.items()}
     header = list(dict.fromkeys(key for summary in summaries.values() for key in summary))
     rows = [[name, *(summary.get(key, UNKNOWN) for key in header)] for name, summary in summaries.items()]
@@ -254,7 +251,7 @@ def compare(runs: Mapping[str, RunFiles]) -> list[Content]:
 
 
 def config_differences(runs: Mapping[str, RunFiles]) -> Content:
-    """A table of the keys whose values are not the same in all runs."""
+    """A table of keys whose values differ between runs."""
     configs = {name: _flatten(run.config) for name, run in runs.items() if run.config}
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     rows = []
@@ -274,7 +271,7 @@ def _flatten(config: RunConfig) -> dict[str, Any]:
 
 
 def metric_figures(runs: Mapping[str, Sequence[Record]]) -> list[Content]:
-    """One figure for each metric that some run has recorded."""
+    """One figure for each metric recorded by any run."""
     recorded = {key for records in runs.values() for record in records for key, value in record.items() if value}
     if not recorded:
         return ["No metrics yet: the first are written after train.log_every steps."]
@@ -286,7 +283,7 @@ def metric_figures(runs: Mapping[str, Sequence[Record]]) -> list[Content]:
 
 
 def costs(runs: Mapping[str, RunFiles]) -> Content:
-    """Memory and time of all runs; of one run also what its step sends."""
+    """Memory and time of all runs; for a single run also what its step sends."""
     plans = {name: run.plan for name, run in runs.items() if run.plan}
     spent = {name: run.status.goodput for name, run in runs.items() if run.status and any(run.status.goodput.values())}
     blocks: list[Content] = []
@@ -317,7 +314,7 @@ def collectives_figure(run: RunFiles, name: str) -> Content:
 
 
 def layout(run: RunFiles, name: str) -> Content:
-    """Where the devices stand, and the pipeline's schedule."""
+    """The mesh of devices, and the pipeline's schedule."""
     if not run.plan:
         return ""
     plan = run.plan
@@ -333,22 +330,22 @@ def layout(run: RunFiles, name: str) -> Content:
     return cards(*blocks)
 
 
-def life_table(run: RunFiles) -> Content:
-    """Every start of the run that status.json remembers."""
+def attempt_table(run: RunFiles) -> Content:
+    """A table of the recorded attempts."""
     if not run.status:
         return ""
-    if not run.lives:
+    if not run.attempts:
         return "The version of spmd_lm that trained this run did not record its starts."
-    running = len(run.lives) - 1 if run.status.state == "running" and not run.killed else None
+    running = len(run.attempts) - 1 if run.status.state == "running" and not run.killed else None
     rows = []
-    for i, life in enumerate(run.lives):
-        steps = f"{life.first_step}–{life.last_step}" if life.last_step >= life.first_step else UNKNOWN
-        ended = "running" if i == running else _format_exit(life.exit_code)
-        peak = UNKNOWN if life.peak_bytes is None else format_bytes(life.peak_bytes)
-        started, seconds = life.started.replace("T", " ").replace("+00:00", ""), format_duration(life.seconds)
-        where = f"{life.devices} x {life.device_kind}"
-        rows.append([started, steps, seconds, ended, where, str(life.processes), peak])
-    forgotten = run.status.restarts + 1 - len(run.lives)
+    for i, attempt in enumerate(run.attempts):
+        steps = f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step >= attempt.first_step else UNKNOWN
+        ended = "running" if i == running else _format_exit(attempt.exit_code)
+        peak = UNKNOWN if attempt.peak_bytes is None else format_bytes(attempt.peak_bytes)
+        started, seconds = attempt.started.replace("T", " ").replace("+00:00", ""), format_duration(attempt.seconds)
+        where = f"{attempt.devices} x {attempt.device_kind}"
+        rows.append([started, steps, seconds, ended, where, str(attempt.processes), peak])
+    forgotten = run.status.restarts + 1 - len(run.attempts)
     note = f"{pluralize(forgotten, 'earlier start')} not recorded." if forgotten > 0 else ""
     header = ["started (UTC)", "steps", "time", "ended", "devices", "processes", "peak memory"]
     return join([table(header, rows), note])

@@ -1,10 +1,10 @@
-"""A channel of its own for every collective of the programs that simulated devices run.
+"""Gives every collective in programs of simulated devices its own channel.
 
-XLA's CPU client tells collectives apart by their group of devices and their channel, and jax gives all collectives of a
-shard_map channel 1.  They start in the program's order, but a loop or conditional counts as started before the
-collectives in it are: the next collective after it may overtake them, on one device and not on another.  Where both
-have the same group they then met: a rendezvous that never ended, or a `Check failed: id < num_threads`.  XLA's
-partitioners number the collectives that they insert, too."""
+XLA's CPU client identifies collectives by their group of devices and their channel, and jax gives all collectives of a
+shard_map channel 1.  They start in program order, but a loop or conditional counts as started before the collectives in
+it do: the next collective may overtake them, on one device and not on another.  Two with the same group then met: a
+rendezvous that never ended, or a `Check failed: id < num_threads`.  XLA's partitioners also number their
+collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ COLLECTIVES = {
 
 
 def number_channels() -> None:
-    """Numbers the collectives of each program that is lowered for CPUs from now on.  For other platforms nothing
-    changes: they run collectives in one order, and channel 1 it stays."""
+    """Numbers the collectives of each program lowered for CPUs from now on.  Other platforms run collectives in one
+    order, and keep channel 1."""
     from jax.interpreters import mlir
 
     for primitive, entry in list(mlir._lowerings.items()):

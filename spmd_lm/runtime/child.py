@@ -1,11 +1,11 @@
-"""Functions run in a process of their own, whose death is an error of one line here.
+"""Runs functions in a process of their own, whose death is a one-line error here.
 
-A compiler may end the process that it runs in: it overflows a stack, fails a check of its own, or takes more memory
-than there is.  The child starts anew, so that neither threads nor devices of this process are copied, and ends with
-this process, even if that is killed (on Linux).
+A compiler may end its process: it overflows a stack, fails a check, or takes too much memory.  The child starts anew,
+so that neither threads nor devices of this process are copied, and ends with this process, even if that is killed (on
+Linux).
 
-Calls and outcomes are pickled: they pass between this process and its own child, over pipes that nobody else has, and
-never through a file or a network."""
+Calls and outcomes are pickled: they pass over private pipes between this process and its child, never through a file or
+a network."""
 
 import os
 import pickle
@@ -25,21 +25,20 @@ from spmd_lm.runtime.signals import name_of_signal, not_ignored
 Returned = TypeVar("Returned")
 
 LAST_WORDS = re.compile(r"^(?:F\d{4} .*?\] |ERROR: )(.*)$", re.MULTILINE)
-"""In what a compiler writes to standard error before it ends its process: a check that failed, a flag it refuses."""
+"""A compiler's last message on standard error before it ends its process: a failed check, a refused flag."""
 
 
 def run_in_child(target: str, function: Callable[..., Returned], *arguments: Any) -> Returned:
-    """function(*arguments), by a process of its own; what it raises is raised here, and what it writes to standard
-    error appears there when it ends.  All of it can be pickled.  CompilerError if the process dies.
-
-    target: what it compiles for, as in v5p:4x4x4."""
+    """function(*arguments), in a process of its own, whose exceptions are raised here and whose standard error appears
+    here when it ends.  All must be picklable.  Raises CompilerError if the process dies.  target: compiled for, as
+    v5p:4x4x4."""
     environment = os.environ | {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     command = [sys.executable, "-P", "-m", __name__]
     ended = subprocess.run(command, input=pickle.dumps((function, arguments)), capture_output=True, env=environment)
     said = ended.stderr.decode(errors="replace")
     try:
         result, error = pickle.loads(ended.stdout)
-    except (EOFError, pickle.UnpicklingError):  # its last act is to write what became of the call, if it comes so far
+    except (EOFError, pickle.UnpicklingError):  # it died before writing the outcome, its last act
         raise _death(target, ended.returncode, said) from None
     unfailing(sys.stderr).write(said)
     if error is not None:
@@ -48,15 +47,15 @@ def run_in_child(target: str, function: Callable[..., Returned], *arguments: Any
 
 
 def _death(target: str, code: int, said: str) -> CompilerError:
-    """What ended the child, and what to try.  In Python all that it said stands below the error."""
-    how = f"killed by {name_of_signal(-code)}" if code < 0 else f"exit code {code}, without a result"
-    reason, advice = f"the process that compiles was {how}", "Start again."
+    """The error for a dead child, with advice.  A note holds its full standard error."""
+    ending = f"killed by {name_of_signal(-code)}" if code < 0 else f"exit code {code}, without a result"
+    reason, advice = f"the process that compiles was {ending}", "Start again."
     if code == -signal.SIGKILL:
         reason += ", as the system does where memory is short"
         advice = "Compile on a machine with more memory, one step at a time, or fewer layers."
     elif code not in (-signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT):
         words = LAST_WORDS.findall(said) or said.splitlines()[-1:] * (code >= 0)
-        reason = f"its compiler ended the process ({how}{f': {words[0]:.300}' if words else ''})"
+        reason = f"its compiler ended the process ({ending}{f': {words[0]:.300}' if words else ''})"
         advice = (
             "That is a fault of the compiler, which a step that differs a little may not meet: try another "
             "remat.policy, other sizes of the model, or another version of the compiler."
@@ -73,7 +72,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
     outcome = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no outcome
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries must not print into the outcome
     function, arguments = pickle.load(sys.stdin.buffer)
     try:
         called = pickle.dumps((function(*arguments), None))
@@ -88,7 +87,7 @@ def main() -> NoReturn:
     with outcome:
         outcome.write(called)
     flush_streams()
-    os._exit(0)  # libraries, which may still have threads, are not asked
+    os._exit(0)  # without waiting for threads of libraries
 
 
 if __name__ == "__main__":

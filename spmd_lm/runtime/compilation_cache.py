@@ -1,8 +1,8 @@
-"""Compiled programs on disk, so that a restart does not compile again.
+"""A cache of compiled programs on disk, so that a restart does not compile again.
 
-jax's own cache trusts its directory: it runs what it finds there, writes files in place, and a flipped bit is run too.
-Here an entry is its SHA-256 and the program, written under another name and renamed; what does not match is deleted and
-compiled again.  The directory belongs to this user alone."""
+jax's own cache trusts its directory: it runs whatever it finds there, writes files in place, and does not notice a
+flipped bit.  Here an entry is its SHA-256 and the program, written under another name and renamed; a mismatch is
+deleted and compiled again.  The directory belongs to this user alone."""
 
 import hashlib
 import os
@@ -26,22 +26,22 @@ def default_directory(name: str = "compilations") -> Path:
 
 
 def _expand(path: str) -> Path:
-    """With the home directory for ~; without, if there is none: OSError, then, from whoever writes there."""
+    """Expands ~ to the home directory; without one, a path that raises OSError when written to."""
     with suppress(RuntimeError):
         return Path(path).expanduser()
     return Path("/dev/null", path)
 
 
 def cache_directory(setting: str, name: str) -> Path | None:
-    """For other things that are found by compiling.  setting: of run.compilation_cache; None for none."""
+    """The directory for other results of compilations, or None.  setting: run.compilation_cache."""
     if setting == NONE:
         return None
     return default_directory(name) if setting == AUTO else _expand(setting) / name
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
-    """setting: of run.compilation_cache.  Where the user has set up jax's own cache, `auto` leaves it alone.  A
-    directory that cannot be trusted, or written, is not used, and the log says so."""
+    """setting: run.compilation_cache; `auto` respects jax's own cache if the user has set it up.  A directory that
+    cannot be trusted or written is logged and not used."""
     if setting == NONE or (setting == AUTO and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         uninstall()
         return
@@ -56,7 +56,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 
 
 def install(cache: "VerifiedCache") -> None:
-    """Makes jax ask this cache.  It has no public way in but a directory (jax 0.10 to 0.12)."""
+    """Makes jax use this cache, for which it has no public interface beyond a directory (jax 0.10 to 0.12)."""
     import jax
     from jax._src import compilation_cache
 
@@ -71,7 +71,7 @@ def install(cache: "VerifiedCache") -> None:
 
 
 def uninstall() -> None:
-    """Where an earlier run of this process had one."""
+    """Removes the cache of an earlier run in this process."""
     if "jax" not in sys.modules:
         return
     import jax
@@ -84,7 +84,7 @@ def uninstall() -> None:
 
 
 class VerifiedCache:
-    """jax's CacheInterface.  Errors to read or write are misses."""
+    """jax's CacheInterface.  Errors in reading or writing are misses."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_BYTES):
         self.directory = self._path = directory
@@ -118,7 +118,7 @@ class VerifiedCache:
             self._evict()
 
     def _entry(self, key: str) -> Path:
-        """A program is for the instructions of this machine's processor, which jax's key does not name."""
+        """The entry's path; includes the processor's instruction set, which jax's key lacks."""
         return self.directory / hashlib.sha256(f"{self._machine} {key}".encode()).hexdigest()
 
     def _evict(self) -> None:
@@ -133,7 +133,7 @@ class VerifiedCache:
 
 
 def machine() -> str:
-    """What of the processor matters to compiled code."""
+    """The processor's features that matter to compiled code."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,4 +1,4 @@
-"""The coordinator of a job, which is within its first process: its port is free, it listens, and it answers.
+"""Checks of a job's coordinator, in its first process: its port is free, it listens, and it answers.
 
 jax would find out too, and abort."""
 
@@ -22,8 +22,8 @@ PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 
 
 
 def require_free_port(address: str) -> None:
-    """ConfigError if this process cannot listen at host:port, where jax would crash.  It listens on every network, of
-    IPv6 and IPv4, unless the job is on one host."""
+    """Raises ConfigError if this process cannot listen at host:port, where jax would crash.  Unless the job is on one
+    host, it listens on every network, of IPv6 and IPv4."""
     host, port = split_address(address)
     both = host != LOCALHOST and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -35,7 +35,7 @@ def require_free_port(address: str) -> None:
 
 
 def wait_for_coordinator(address: str) -> None:
-    """Returns when something listens at host:port.  ConfigError if nothing does, where jax would abort."""
+    """Waits until something listens at host:port.  Raises ConfigError if nothing does, where jax would abort."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
@@ -52,8 +52,8 @@ def wait_for_coordinator(address: str) -> None:
 
 @contextlib.contextmanager
 def connecting(coordinator: str | None) -> Iterator[None]:
-    """Within it jax connects to the coordinator at host:port, or is it itself.  If that falls silent, or not all
-    processes connect in CONNECT_SECONDS, this one ends with a line and exit code 8: jax would abort, with a stack."""
+    """While jax connects to the coordinator at host:port, or is it (None): if that falls silent, or not all processes
+    connect in CONNECT_SECONDS, ends this process with a line and exit code 8.  jax would abort, with a stack."""
     connected = threading.Event()
 
     def watch() -> None:
@@ -80,7 +80,7 @@ def connecting(coordinator: str | None) -> Iterator[None]:
 
 
 def answers(address: str) -> bool:
-    """Whether what listens at host:port is a gRPC server, and awake."""
+    """True if a responsive gRPC server listens at host:port."""
     try:
         with socket.create_connection(split_address(address), timeout=5) as connection:
             connection.sendall(PREFACE)

@@ -14,7 +14,7 @@ from spmd_lm.runtime.compilation_cache import use_compilation_cache
 from spmd_lm.runtime.gpu_memory import allocated_share
 from spmd_lm.runtime.launchers import detect_process
 from spmd_lm.runtime.outputs import print_line
-from spmd_lm.runtime.processes import has_tpu, in_a_job, join, require_agreement, versions
+from spmd_lm.runtime.processes import assert_equal, has_tpu, in_a_job, join, versions
 
 if TYPE_CHECKING:
     import jax
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 FLAG = "--xla_force_host_platform_device_count"
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""With XLA's other scheduler two scatters of one group may meet, which ends the process (`rendezvous.h: Check failed:
-id < num_threads`): ZeRO-1 of 7M parameters with two microbatches, data 4 x model 2, in 12 of 12 starts with jax 0.10.2
-and 0.12 that compiled it; with this one in none of 6.  Steps take as long.  Channels of their own keep them apart too
-(runtime/channels.py), but not in a job of several processes: its collectives have no channels."""
+"""Avoids XLA's other scheduler, with which two scatters of one group may meet and end the process (`rendezvous.h: Check
+failed: id < num_threads`): ZeRO-1 of 7M parameters with two microbatches, data 4 x model 2, in 12 of 12 starts with jax
+  0.10.2 and 0.12 that compiled it; with this one in none of 6.  Steps take as long.  Separate channels help too
+  (runtime/channels.py), but collectives between processes have none."""
 
 COMPILER_STACKS = "--undefok=fibers_default_thread_stack_size --fibers_default_thread_stack_size=1048576"
-"""Bytes of stack for each thread that libtpu compiles with.  Its own are too small for its cost model of products that
-are fused with products (SIGSEGV in CalculateClassicWindowCost): GPTs of 4 layers of 1024, context 256, with
-remat.policy=full; 131072 are enough there (libtpu 0.0.42.1).  A libtpu that does not know the flag ignores it."""
+"""Bytes of stack for each of libtpu's compiler threads.  Its default is too small for its cost model of nested matmul
+fusions (SIGSEGV in CalculateClassicWindowCost): GPTs of 4 layers of 1024, context 256, with remat.policy=full; 131072
+suffice there (libtpu 0.0.42.1).  A libtpu that does not know the flag ignores it."""
 
-MOST_SIMULATED = 512  # by one process: these take 5 s and 0.7 GiB to start
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # by which jax itself knows that there is one
+MOST_SIMULATED = 512  # per process: these take 5 s and 0.7 GiB to start
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # jax's own signs of a GPU
 
 
 def set_up_devices(config: "RunConfig") -> "RunConfig":
-    """The same configuration, after simulating its devices and joining the job's other processes: for what computes.
-    ConfigError if one of them is impossible, or a process has other versions or another configuration."""
+    """Simulates devices and joins the job's other processes; returns `config`.  Raises ConfigError if one of these is
+    impossible, or a process has other versions or another configuration."""
     process = detect_process(os.environ)
     deepen_compiler_stacks()
     if devices := config.run.simulate_devices:
@@ -55,8 +55,9 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
 
 
 def devices_present() -> "list[jax.Device]":
-    """All devices of the job; starts jax.  ConfigError if a platform of JAX_PLATFORMS, or of an installed plugin, has
-    no usable device, or the environment asks for memory that no GPU has: jax would lose its plugin, and use the CPU."""
+    """Devices of the job; starts jax.  Raises ConfigError if a platform of JAX_PLATFORMS, or of an installed plugin,
+    has no usable device, or the environment requests memory that no GPU has: jax would drop its plugin, and use the
+    CPU."""
     import jax
 
     if any(map(os.path.exists, GPU_FILES)):
@@ -75,20 +76,22 @@ def devices_present() -> "list[jax.Device]":
 
 
 def require_same_job(config: "RunConfig") -> None:
-    """ConfigError in all processes of a job if one has other versions, another configuration or other devices."""
+    """Raises ConfigError in all processes of a job if one has other versions, another configuration or other
+    devices."""
     import jax
 
-    require_agreement("versions", versions())
+    assert_equal("versions", versions())
     sections = config.model_dump(by_alias=True)
     keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    require_agreement("configuration", keys)
+    assert_equal("configuration", keys)
     devices_present()
     devices = jax.local_devices()
-    require_agreement("devices", {"number": len(devices), "kind": devices[0].device_kind})
+    assert_equal("devices", {"number": len(devices), "kind": devices[0].device_kind})
 
 
 def simulate_devices(devices: int, processes: int = 1) -> None:
-    """Makes jax see this many CPU devices, divided among the processes.  ConfigError if jax already runs on others."""
+    """Makes jax see this many CPU devices, divided among processes.  Raises ConfigError if jax already runs on
+    others."""
     local_devices, remainder = divmod(devices, processes)
     if remainder:
         raise ConfigError(
@@ -120,22 +123,22 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
 
 
 def deepen_compiler_stacks() -> None:
-    """For a TPU's compiler, which reads this when it is loaded.  What the user sets comes last, and holds."""
+    """Sets flags that a TPU's compiler reads when it is loaded; the user's come last, and win."""
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
     if COMPILER_STACKS not in arguments:
         os.environ["LIBTPU_INIT_ARGS"] = f"{COMPILER_STACKS} {arguments}".rstrip()
 
 
 def use_cpu_alone() -> None:
-    """Leaves the accelerators to others, unless jax has started already."""
+    """Leaves accelerators alone, unless jax has started already."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_platforms", "cpu")
 
 
 def hide_xla_warnings() -> None:
-    """Hides XLA's warnings, which are for XLA's developers, and what plugins of jax that are installed say of hardware
-    that this machine does not have; errors still reach standard error."""
+    """Hides XLA's warnings, which are for XLA's developers, and those of installed jax plugins about missing hardware;
+    errors still reach standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not any(map(os.path.exists, GPU_FILES)):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # a traceback: no driver, no cuDNN

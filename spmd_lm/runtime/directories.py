@@ -1,8 +1,8 @@
-"""Directories that appear complete or not at all, and that one run at a time may write to.
+"""Directories that appear atomically, and directories that only one run at a time writes to.
 
-The first are filled under a temporary name, and renamed at the end.  The others hold an operating system lock on their
-file `.lock`, which names the holder.  The lock ends with its process, however that ends; the file that a killed process
-leaves behind means nothing."""
+The former are filled under a temporary name, and renamed at the end.  The latter hold an operating system lock on their
+file `.lock`, which names the holder.  The lock ends with its process; a file left behind by a killed process has no
+effect."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ from spmd_lm.files import open_regular, read_bytes
 from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
 
 MAX_NAME = 1000  # bytes of `.lock`
-LONGEST_INSIDE = 256  # bytes of the path of a file in a run's directory, from there on
+LONGEST_INSIDE = 256  # bytes of a path within a run's directory
 
 
 def require_absent_or_empty(target: Path) -> None:
@@ -43,7 +43,7 @@ def require_absent_or_empty(target: Path) -> None:
 
 @contextmanager
 def remove_if_empty(directory: Path) -> Iterator[None]:
-    """After the block, removes the directory and its parents, as far as they are empty and did not exist before."""
+    """After the block, removes the directory and its parents if they are empty and are new."""
     missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield
@@ -55,10 +55,9 @@ def remove_if_empty(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory to fill, which is renamed to `target` at the end of the block.
-
-    If the block fails, or is stopped by a signal, the directory and the parents created for it are removed.
-    Raises ConfigError if `target` exists and is not empty, before or after the block, or cannot be written."""
+    """Yields a temporary directory to fill, renamed to `target` at the end of the block.  If the block fails, or is
+    stopped by a signal, the directory and the parents created for it are removed.  Raises ConfigError if `target`
+    exists and is not empty, before or after the block, or cannot be written."""
     require_absent_or_empty(target)
     final = target.resolve()
     temporary = final.with_name(f".{final.name:.100}.{secrets.token_hex(4)}")
@@ -76,7 +75,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def _exit(number: int, _: FrameType | None) -> None:
-    """Exceptions, so that cleanup runs; the code is what a shell reports."""
+    """Raises exceptions, so that cleanup runs, with a shell's exit code."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -86,11 +85,9 @@ def _exit(number: int, _: FrameType | None) -> None:
 def lock_directory(
     directory: Path, log: Callable[[str], None], is_first_process: bool, key: str = "run.dir"
 ) -> Iterator[None]:
-    """Creates the directory and keeps every other run out of it.  ConfigError if another run holds it, or it cannot be
-    written.  The first process of a job locks for all of it.  key: what names the directory.
-
-    At the end the lock file is removed, and so are the created directories if they are empty: a run that is refused
-    later leaves no trace."""
+    """Creates the directory and locks other runs out.  The first process of a job locks for all of it.  key: names the
+    directory in messages.  Raises ConfigError if another run holds it, or it cannot be written.  At the end the lock
+    file is removed, and so are created directories if empty: a run that is refused later leaves no trace."""
     with remove_if_empty(directory):
         while True:
             with _open_lock_file(directory, key) as file:
@@ -109,7 +106,6 @@ def lock_directory(
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a process holds the directory's lock now."""
     try:
         with open(directory / ".lock", opener=open_regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -121,13 +117,12 @@ def is_locked(directory: Path) -> bool:
 
 
 def was_killed(directory: Path) -> bool:
-    """Whether the last holder of the directory's lock, on this host, ended without removing its lock file."""
+    """True if the lock's last holder, on this host, ended without removing its lock file."""
     return f" on {socket.gethostname()} since " in lock_holder(directory) and not is_locked(directory)
 
 
 def lock_holder(directory: Path) -> str:
-    """What the directory's lock file says of its holder, or its last one: the process and when it began; '' if
-    nothing."""
+    """The lock file's contents, about its present or last holder: the process and when it began; '' if none."""
     try:
         return read_bytes(directory / ".lock", MAX_NAME).decode(errors="replace").strip()
     except OSError:
@@ -135,7 +130,7 @@ def lock_holder(directory: Path) -> str:
 
 
 def _open_lock_file(directory: Path, key: str) -> TextIO:
-    """Opens the file to lock.  ConfigError if the run cannot write to its directory, or to those within it."""
+    """Opens the file to lock.  Raises ConfigError if the run cannot write to its directory, or to those within it."""
     most = os.pathconf("/", "PC_PATH_MAX") - LONGEST_INSIDE
     if (length := len(os.fsencode(directory.absolute()))) > most:
         what = f"{key}={directory!s:.40}..: its path has {length:,} bytes, of at most {most:,}"
@@ -167,7 +162,7 @@ def _why_unwritable(directory: Path, key: str, error: OSError) -> str:
 
 
 def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -> None:
-    """Locks the file and writes this process's name into it.  ConfigError if another process holds the lock."""
+    """Locks the file and writes this process's name into it.  Raises ConfigError if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

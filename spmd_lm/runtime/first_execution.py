@@ -1,8 +1,8 @@
-"""A program's first execution, with its devices to itself.
+"""A program's first execution, with exclusive use of its devices.
 
-XLA completes what it compiled when it first executes it: it reads cuDNN's plans back, which captures a CUDA graph.  On
-a busy H200 such a capture failed in one of six runs ("capturing stream has unjoined work", jax 0.11.2); the
-state may still be computed then, and the thread of `data.loader.batches_ahead` placed the next batch."""
+XLA completes compilation at the first execution: it reads cuDNN's plans back, which captures a CUDA graph.  On a busy
+H200 such a capture failed in one of six runs ("capturing stream has unjoined work", jax 0.11.2); the state may still be
+in computation then, and the thread of `data.loader.batches_ahead` placed the next batch."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,9 +12,9 @@ import jax
 Results = TypeVar("Results")
 
 
-def alone_at_first(execute: Callable[..., Results]) -> Callable[..., Results]:
-    """`execute`, whose first call waits until its arguments are ready, and then until its results are.  That no thread
-    uses the devices meanwhile is up to the caller."""
+def exclusive_first_call(execute: Callable[..., Results]) -> Callable[..., Results]:
+    """`execute`, with a first call that waits until its arguments, and then its results, are ready.  The caller must
+    keep other threads off the devices meanwhile."""
     executed = False
 
     def call(*arguments: Any) -> Results:

@@ -1,4 +1,4 @@
-"""Numbers, lists, tables and JSON as text."""
+"""Formats numbers, lists, tables and JSON as text."""
 
 import json
 import math
@@ -12,7 +12,7 @@ LARGEST_PRICE, LARGEST_TOKENS = 1e6, 1e18  # dollars for a device and hour; toke
 
 
 def parse_count(text: str, most: int = LARGEST_COUNT) -> int | None:
-    """The whole number that `text` writes with the digits 0 to 9; None if it writes none, or more than `most`."""
+    """The whole number written in digits 0 to 9; None for other text, or above `most`."""
     if not re.fullmatch("[0-9]{1,19}", text):
         return None
     return number if (number := int(text)) <= most else None
@@ -27,7 +27,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_range(bounds: Iterable[float], write: Callable[[float], str]) -> str:
-    """`1.9 to 3.4`, or one number where both are written alike."""
+    """`1.9 to 3.4`, or one number if both are written alike."""
     return " to ".join(dict.fromkeys(map(write, bounds)))
 
 
@@ -59,7 +59,7 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def abbreviate(names: Iterable[str]) -> str:
-    """The first MAX_NAMES names, and how many more there are."""
+    """The first MAX_NAMES names, and the number of others."""
     names = list(names)
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
@@ -77,7 +77,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """The same value with None for NaN and infinity."""
+    """Replaces NaN and infinity by None."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, list):

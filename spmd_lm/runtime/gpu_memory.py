@@ -1,9 +1,9 @@
-"""How much of a GPU's memory jax allocates: three quarters, unless the environment says otherwise.
+"""The share of a GPU's memory that jax allocates: three quarters, unless the environment sets another.
 
 jaxlib reads these variables when it loads its plugin for GPUs (xla_client.generate_pjrt_gpu_plugin_options).  The
-default allocator takes at most the fraction, at once or, with XLA_PYTHON_CLIENT_PREALLOCATE=false, by and by
-(CreateBFCAllocator in XLA's pjrt/gpu/gpu_helpers.cc).  "platform" and "cuda_async" have no limit: the fraction is what
-the latter's pool keeps."""
+default allocator takes at most the fraction, at once or, with XLA_PYTHON_CLIENT_PREALLOCATE=false, incrementally
+(CreateBFCAllocator in XLA's pjrt/gpu/gpu_helpers.cc).  "platform" and "cuda_async" have no limit: for the latter, the
+fraction is what its pool keeps."""
 
 import ctypes
 import os
@@ -13,30 +13,26 @@ from typing import NamedTuple
 from spmd_lm.errors import ConfigError
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-NEW_FRACTION = "XLA_CLIENT_MEM_FRACTION"  # jaxlib's new name of it; it raises if both are set
+NEW_FRACTION = "XLA_CLIENT_MEM_FRACTION"  # jaxlib's new name for it; it raises if both are set
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 UNLIMITED = ("platform", "cuda_async")
 
 ALLOCATED_BY_DEFAULT = 0.75
-LARGE = 0.92
-"""A fraction that leaves 6 GiB of the smallest GPU that hardware.yaml has memory of to CUDA, cuDNN and NCCL."""
+LARGE = 0.92  # leaves 6 GiB of the smallest GPU with memory in hardware.yaml to CUDA, cuDNN and NCCL
 
 
 class AllocatedShare(NamedTuple):
-    """value: of a GPU's memory, what jax allocates at most.  variable: by which it is raised."""
-
-    value: float
-    variable: str
+    value: float  # most of a GPU's memory that jax allocates
+    variable: str  # that raises it
 
     @property
     def larger(self) -> "AllocatedShare":
-        """What a process could have at the most."""
         return self._replace(value=max(self.value, LARGE))
 
 
 def allocated_share(environment: Mapping[str, str] = os.environ) -> AllocatedShare:
-    """Raises ConfigError for what jaxlib refuses, or takes without a word although no GPU has it."""
+    """Raises ConfigError for values that jaxlib refuses, or accepts although no GPU has that much."""
     given = [name for name in (FRACTION, NEW_FRACTION) if environment.get(name)]
     if len(given) > 1:
         raise ConfigError(f"{FRACTION} and {NEW_FRACTION} are both set, which jax refuses. Unset one of them.")
@@ -62,7 +58,7 @@ def _fraction(variable: str, text: str) -> float:
 
 
 def gpu_memory(number: int) -> int | None:
-    """Bytes of a GPU, or MIG device, by its number among those that CUDA lets this process use; None without a
+    """Bytes of memory of a GPU, or MIG device, by its number among those visible to this process; None without a
     driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

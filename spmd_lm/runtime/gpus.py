@@ -1,7 +1,7 @@
-"""The GPUs that each process of a job uses, where several of its host see the same ones.
+"""Assigns GPUs to the processes of a job, if several of a host see the same ones.
 
-No launcher says it: with `--gpus-per-task=2` a task's GPUs are 0 and 1 in its own cgroup, and 0 and 1 is also what all
-tasks see of a host of two.  Their UUIDs tell."""
+No launcher tells: with `--gpus-per-task=2` a task's GPUs are 0 and 1 in its own cgroup, and all tasks of a host with
+two see 0 and 1 too.  UUIDs distinguish the cases."""
 
 import ctypes
 from collections import defaultdict
@@ -11,7 +11,7 @@ from spmd_lm.errors import ConfigError
 
 
 def visible_gpus() -> list[str]:
-    """The UUIDs of the GPUs, or MIG devices, that CUDA lets this process use, in its order; none without a driver."""
+    """UUIDs of the GPUs, or MIG devices, visible to this process, in CUDA's order; none without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -19,7 +19,7 @@ def visible_gpus() -> list[str]:
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", cuda.cuDeviceGetUuid)  # the first tells MIG devices apart
     count, device, uuid = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []  # CUDA_VISIBLE_DEVICES names none, or the driver does not start, which jax will say
+        return []  # CUDA_VISIBLE_DEVICES names none, or the driver does not start, which jax will report
     found = []
     for number in range(count.value):
         cuda.cuDeviceGet(ctypes.byref(device), number)
@@ -29,10 +29,9 @@ def visible_gpus() -> list[str]:
 
 
 def share(seen: Sequence[Sequence[str]]) -> list[list[int]]:
-    """The indices, among the GPUs that each process sees, of its own.  seen: by each process, their UUIDs.
-
-    Those that it alone sees are its own, and those that others see too are divided among them.  ConfigError if some
-    would be idle, or if two processes see some of the same GPUs and some others."""
+    """Indices of each process's own GPUs, among those that it sees.  seen: UUIDs, by process.  GPUs that only one
+    process sees are its own; those that several see are divided among them.  Raises ConfigError if some would be idle,
+    or if two processes see partly the same GPUs."""
     sharers = defaultdict[frozenset[str], list[int]](list)
     first_user: dict[str, int] = {}
     for process, gpus in enumerate(seen):

@@ -1,12 +1,11 @@
-"""What launchers tell the processes of a job, in their environment: how many there are, which one this is, and where
-the first one listens.
+"""Reads a launcher's environment variables: the number of a job's processes, this one's index, and the coordinator.
 
 SLURM, the MPIs, torchrun and Kubernetes have variables of their own.  Anything else sets jax's:
 
-    JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG
+   JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG
 
-A launcher within another one inherits its variables, so that the innermost counts: jax's, which are the user's own or
-those of launch/local, then torchrun's, then an mpirun's, which starts its daemons with srun, then SLURM's."""
+Nested launchers inherit variables, so the innermost counts: jax's, set by the user or by launch/local, then torchrun's,
+then an mpirun's, which starts its daemons with srun, then SLURM's."""
 
 import ipaddress
 import os
@@ -28,15 +27,14 @@ Environment = Mapping[str, str]
 
 
 class Launcher(NamedTuple):
-    """The variables of one that starts each process itself.  sign: set by it alone.  job: its name, the same in all
-    processes.  host: of the first one, if it says it."""
+    """Environment variables of a launcher that starts each process itself."""
 
-    sign: str
+    sign: str  # that no other launcher sets
     processes: str
     process_id: str
     local_processes: str
-    job: tuple[str, ...]
-    host: str = ""
+    job: tuple[str, ...]  # identify the job, equal in all processes
+    host: str = ""  # of the first process, if set
 
 
 TORCHRUN_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -50,12 +48,10 @@ LAUNCHERS = (  # the innermost first
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One process's place in its job.  local_processes: those on its host, where the launcher says it."""
-
     num_processes: int
     process_id: int
     coordinator_address: str | None = None  # host:port of process 0
-    local_processes: int | None = None
+    local_processes: int | None = None  # on its host, if the launcher tells
 
     @property
     def on_one_host(self) -> bool:
@@ -65,8 +61,8 @@ class ProcessInfo:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port`, where an IPv6 address stands in brackets, perhaps with the zone that a link-local
-    one needs, as in [fe80::1%eth0]:1234.  ConfigError for any other text."""
+    """Host and port of `host:port`, with an IPv6 address in brackets, perhaps with the zone of a link-local one, as in
+    [fe80::1%eth0]:1234.  Raises ConfigError for any other text."""
     name = "[A-Za-z0-9_.-]{1,255}"
     match = re.fullmatch(rf"(?:\[([0-9A-Fa-f:.]+(?:%{name})?)\]|({name})):([0-9]{{1,5}})", text)
     if not match or not 0 < int(match[3]) < 2**16 or (match[1] and getattr(_parse_ip(match[1]), "version", 4) != 6):
@@ -87,7 +83,8 @@ def _parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
 
 
 def detect_process(environment: Environment) -> ProcessInfo | None:
-    """What the launcher says; None for a single process, and on a Cloud TPU.  ConfigError if it contradicts itself."""
+    """The launcher's information; None for a single process, and on a Cloud TPU.  Raises ConfigError for
+    contradictions."""
     address = environment.get(ADDRESS)
     process = _from_jax(environment)
     if process is None:
@@ -108,8 +105,8 @@ def detect_process(environment: Environment) -> ProcessInfo | None:
 
 
 def _require_alone(environment: Environment) -> None:
-    """ConfigError if the variables of a launcher say that there are others, but not which launcher it is: as in
-    Kubeflow's PyTorchJob, which sets torchrun's WORLD_SIZE and RANK."""
+    """Raises ConfigError if a launcher's variables announce other processes without its own sign, as in Kubeflow's
+    PyTorchJob, which sets torchrun's WORLD_SIZE and RANK."""
     for launcher in LAUNCHERS:
         several = environment.get(launcher.processes, "1") != "1" and launcher.process_id in environment
         if several and launcher.sign not in environment:
@@ -121,7 +118,7 @@ def _require_alone(environment: Environment) -> None:
 
 
 def _from_jax(environment: Environment) -> ProcessInfo | None:
-    """jax's own variables; in a pod of an indexed Kubernetes Job its index is the process's."""
+    """Reads jax's own variables; in a pod of an indexed Kubernetes Job, its index is the process's."""
     processes = _integer(environment, NUM_PROCESSES, "the number of processes, 1 or more", 1)
     process_id = _integer(environment, PROCESS_ID, "the index of this process, from 0", 0)
     if processes is not None and process_id is None:
@@ -136,7 +133,7 @@ def _from_jax(environment: Environment) -> ProcessInfo | None:
 
 
 def _from_slurm(environment: Environment) -> ProcessInfo | None:
-    """A task of a step, as srun starts it; sbatch's own script is no step."""
+    """Reads a task of a step, as started by srun; sbatch's own script is no step."""
     if "SLURM_STEP_NODELIST" not in environment or environment.get("SLURM_STEP_NUM_TASKS") == "1":
         return None
     processes = _required(environment, "SLURM_STEP_NUM_TASKS", 1)
@@ -150,7 +147,7 @@ def _from_slurm(environment: Environment) -> ProcessInfo | None:
     if tasks == processes:
         host = LOCALHOST
     else:
-        # Where srun ran, if only SLURM knows the node by this name: sbatch's script runs on the first node.
+        # The host where srun ran, if only SLURM knows the node by its name: sbatch's script runs on the first node.
         hosts = _first_node(environment["SLURM_STEP_NODELIST"]), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
         host = next(filter(_resolves, hosts), "")
     address = join_address(host, _port(environment.get("SLURM_JOB_ID", ""), step)) if host else None
@@ -158,7 +155,7 @@ def _from_slurm(environment: Environment) -> ProcessInfo | None:
 
 
 def _from_launcher(environment: Environment, launcher: Launcher) -> ProcessInfo | None:
-    """A process that one of LAUNCHERS started; not all say where the first one is, if they are on several hosts."""
+    """Reads the variables of one of LAUNCHERS; not all of them locate the first process across hosts."""
     if environment.get(launcher.processes) == "1":
         return None
     processes = _required(environment, launcher.processes, 1)
@@ -174,13 +171,13 @@ def _from_launcher(environment: Environment, launcher: Launcher) -> ProcessInfo 
 
 
 def _first_node(text: str) -> str:
-    """SLURM's `n[004-006,009],m1` begins with n004."""
+    """The first of SLURM's nodes: n004 for `n[004-006,009],m1`."""
     found = re.match(r"([^,[]+)(?:\[(\d+))?", text)
     return "".join(filter(None, found.groups())) if found else ""
 
 
 def _tasks_of_node(text: str, node: int) -> int | None:
-    """SLURM's `2(x3),1` are 2, 2, 2 and 1 tasks on nodes 0 to 3; None for a node that it does not have."""
+    """A node's tasks, from SLURM's `2(x3),1`: 2, 2, 2 and 1 tasks on nodes 0 to 3; None for an unknown node."""
     part = r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?"
     for tasks, nodes in re.findall(part, text) if re.fullmatch(f"{part}(,{part})*", text) else ():
         if node < (count := int(nodes or 1)):
@@ -190,7 +187,7 @@ def _tasks_of_node(text: str, node: int) -> int | None:
 
 
 def _port(job: str, step: int = 0) -> int:
-    """A port that all processes of a job's step agree on: above those that Linux gives to outgoing connections."""
+    """A port that all processes of a job's step agree on, above Linux's range for outgoing connections."""
     return 61440 + (zlib.crc32(os.fsencode(job)) + step) % 4096
 
 
@@ -211,7 +208,6 @@ def _integer(environment: Environment, name: str, meaning: str, minimum: int) ->
 
 
 def _required(environment: Environment, name: str, minimum: int) -> int:
-    """What a launcher sets in every process."""
     if (number := _integer(environment, name, f"a whole number from {minimum}", minimum)) is None:
         raise ConfigError(f"{name} is not set, but other variables of its launcher are. Start the job with it again.")
     return number

@@ -4,9 +4,9 @@ metrics.jsonl is the source of truth: one record per logged step, however often 
 grad_norm, lr, tokens (since step 1), tokens_per_second, mfu (null where the hardware's peak is unknown), seconds (per
 step, since the record before), eval_loss, eval_perplexity and eval_accuracy.  An objective with several losses adds
 NAME_loss, eval_NAME_loss and eval_NAME_accuracy; labelled examples have the metrics that evaluation/task_metrics.py
-lists.  Loss scaling adds loss_scale, skipped (whether this step left the parameters unchanged; its grad_norm is then
-not a number) and skipped_steps (since step 1).  A step that train.guard skipped has skipped, reason and samples: the
-positions of the first and the last of its samples, counted from the run's first."""
+lists.  Loss scaling adds loss_scale, skipped (true if this step left the parameters unchanged; its grad_norm is then
+not a number) and skipped_steps (since step 1).  A step skipped by train.guard has skipped, reason and samples: the
+positions of its first and last sample, counted from the run's first."""
 
 import os
 import statistics
@@ -26,44 +26,39 @@ from spmd_lm.runtime.formatting import to_json, without_nan
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.tensorboard import EventFile
 
-Record = dict[str, Any]
-"""One line of metrics.jsonl."""
+Record = dict[str, Any]  # one line of metrics.jsonl
 
 BUCKETS = ("init", "compile", "step", "eval", "checkpoint", "data", "other", "lost", "idle")
-"""What wall-clock seconds are spent on: the keys of status.json's goodput.  lost: on steps that were done again.  idle:
-between the end of one start and the next."""
+"""Categories of wall-clock time: the keys of status.json's goodput.  lost: steps that were repeated.  idle: between
+attempts."""
 
-CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)
-"""Exit codes of starts after which a run goes on by itself; None is that of a process that was killed."""
+CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)  # exit codes of resumable attempts; None: killed
 
-RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]
-"""Random, of one run; it is the name of a directory.  Empty: not known."""
+RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]  # random, the name of a directory; '' if unknown
 
-MAX_LIVES = 100
-"""Starts that status.json remembers: a spot machine's run may have thousands."""
+MAX_ATTEMPTS = 100  # kept in status.json: a spot machine's run may have thousands
 
-MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # of what is read; a million records have 2**28 bytes
+MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # that are read; a million records have 2**28 bytes
 
-NONE_SAVED = -1
-"""status.json's saved_step before the first checkpoint."""
+NONE_SAVED = -1  # status.json's saved_step before the first checkpoint
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric can have this value: no text, nothing that is not finite or that no axis could have."""
+    """True for a plausible value of a metric: finite, and small enough for a plot's axis."""
     return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def lower_is_better(figure: str) -> bool:
-    """Whether the lower of two values of a figure of metrics.jsonl is the better one: by the words of its name."""
+    """Decides by the name of a figure in metrics.jsonl."""
     return bool({"loss", "perplexity", "nats"} & {*figure.split("_")})
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl without a last line that a crash cut short; [] if there is no file."""
+    """The records of a metrics.jsonl, without a last line that a crash cut short; [] if there is no file."""
     if not path.exists():
         return []
     try:
-        *lines, _ = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")  # what follows the last one is unfinished
+        *lines, _ = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")  # the last part is unfinished
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Move it away.") from error
     records = []
@@ -104,12 +99,12 @@ class MetricsLog:
         self.listeners: list[Callable[[Record], None]] = []  # called with each record
 
     def missing_steps(self, log_every: int) -> tuple[int, int] | None:
-        """First and last of the steps up to `resume_step` whose records are missing; None if none is."""
+        """The first and last step up to `resume_step` with a missing record, or None."""
         due = self._last_step + log_every - self._last_step % log_every
         return (due, self._resume_step) if due <= self._resume_step else None
 
     def write(self, record: Record) -> None:
-        """OutputError if it cannot be written, or nobody would find it: nothing may be written after it."""
+        """Raises OutputError if it cannot be written, or would be lost: nothing may be written after it."""
         line = to_json(record) + "\n"
         if not self.path.exists() or not os.path.samefile(self.path, self._file.fileno()):
             raise OutputError(f"{self.path}: was moved, replaced or removed while the run wrote it. Move it back.")
@@ -126,7 +121,7 @@ class MetricsLog:
 
     def close(self) -> None:
         for file in (self._file, self._tensorboard):
-            with suppress(OSError):  # what could not be written is still in its buffer
+            with suppress(OSError):  # unwritten data is still in its buffer
                 file.close()
 
 
@@ -143,26 +138,26 @@ StepNumber = Annotated[int, Field(ge=-1, lt=2**63)]
 Seconds = Annotated[float, Field(ge=-1, lt=1e12)]
 
 
-class Life(BaseModel):
-    """One start of a run: what it ran on, and how far it came."""
+class Attempt(BaseModel):
+    """One start of a run: its devices and progress."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     started: Annotated[str, AfterValidator(valid_time)]  # ISO 8601, UTC
     first_step: StepNumber
-    last_step: StepNumber  # done so far; before its first step, the one before that
+    last_step: StepNumber  # done so far; before its first step, the preceding one
     seconds: Seconds = 0.0
     exit_code: int | None = None  # None while running, and of a process that was killed
     devices: Annotated[int, Field(ge=1, le=MOST)]
     platform: str
     device_kind: str
     processes: int
-    recovery: Seconds | None = None  # seconds from the end of the start before, which was cut short, to the first step
-    peak_bytes: NonNegative | None = None  # the most on one device of the first process; None where it is not measured
+    recovery: Seconds | None = None  # from the end of an attempt that was cut short to this one's first step
+    peak_bytes: NonNegative | None = None  # most on one device of the first process; None if not measured
 
     @classmethod
-    def begin(cls, steps_done: int) -> "Life":
-        """Of this process, on all of jax's devices."""
+    def begin(cls, steps_done: int) -> "Attempt":
+        """An attempt by this process, on all of jax's devices."""
         import jax  # a run's status is read without it
 
         device = jax.devices()[0]
@@ -177,39 +172,39 @@ class Life(BaseModel):
         )
 
     def ended(self) -> float:
-        """Seconds since the epoch: of its last sign of life."""
+        """Time of its last update, in seconds since the epoch."""
         return datetime.fromisoformat(self.started).timestamp() + self.seconds
 
     def measure(self) -> None:
-        """Updates peak_bytes, where the backend counts."""
         import jax
 
-        with suppress(RuntimeError):  # of a device that is lost: the error that tells so must not be hidden
+        with suppress(RuntimeError):  # of a lost device: it must not hide the error that reports this
             stats = [device.memory_stats() or {} for device in jax.local_devices()]
             peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
             self.peak_bytes = max(peaks, default=self.peak_bytes)
 
 
 class Status(BaseModel):
-    """status.json: where a run stands."""
+    """The state of a run, status.json."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     path: Path = Field(exclude=True)
     state: str  # running | done | preempted | failed
     step: StepNumber  # done
     exit_code: int | None = None  # None while running
-    run_id: RunId = ""  # random; its checkpoints have the same.  Empty: of a version without
-    saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of an older version
+    run_id: RunId = ""  # random, also in its checkpoints; empty in older versions
+    saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED; None in older versions
     restarts: NonNegative
-    goodput: dict[str, Seconds]  # wall-clock seconds of all its starts, by BUCKETS
+    goodput: dict[str, Seconds]  # wall-clock seconds of all its attempts, by BUCKETS
     compile_seconds: Seconds | None = None  # of the last compilation: an estimate of the next one
-    recovery: dict[str, Seconds] | None = None  # count, p50 and max of its lives' recoveries, in seconds
-    lives: list[Life] = []  # the last MAX_LIVES starts, the newest last; none of versions that did not write them
+    recovery: dict[str, Seconds] | None = None  # count, p50 and max of its attempts' recoveries, in seconds
+    # the last MAX_ATTEMPTS ones, the newest last; empty in older versions
+    attempts: list[Attempt] = Field(default=[], validation_alias="lives", serialization_alias="lives")
 
     @classmethod
     def read(cls, directory: Path) -> "Status | None":
-        """The status in a run's directory, None if there is none."""
+        """The status in a run's directory, or None."""
         path = directory / "status.json"
         if not os.path.exists(path):  # unlike Path.exists, False without permission to look
             return None
@@ -225,12 +220,15 @@ class Status(BaseModel):
                 problem = "; ".join(faults)
             raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
-    def spent_until(self, resume_step: int) -> dict[str, float]:
-        """goodput at the next start, which resumes after this step."""
+    def goodput_until(self, resume_step: int) -> dict[str, float]:
+        """goodput at the next attempt, which resumes after this step."""
         spent = dict.fromkeys(BUCKETS, 0.0) | self.goodput
-        if not self.lives:
+        if not self.attempts:
             return spent
-        last, done = self.lives[-1], sum(max(0, life.last_step - life.first_step + 1) for life in self.lives)
+        last, done = (
+            self.attempts[-1],
+            sum(max(0, attempt.last_step - attempt.first_step + 1) for attempt in self.attempts),
+        )
         if lost_steps := max(0, last.last_step - resume_step):
             seconds = spent["step"] * min(1.0, lost_steps / done)
             spent |= {"step": spent["step"] - seconds, "lost": spent["lost"] + seconds}
@@ -238,37 +236,38 @@ class Status(BaseModel):
             spent["idle"] += max(0.0, time.time() - last.ended())
         return spent
 
-    def leads_through(self, step: int, start: int) -> bool:
-        """Whether today's run came through the state after `step` as its start of this number, from 0, computed it: no
-        later start resumed from an earlier step."""
+    def is_ancestor(self, step: int, start: int) -> bool:
+        """True if the state after `step`, as computed by attempt number `start`, from 0, is in the run's history: no
+        later attempt resumed from an earlier step."""
         num_later = self.restarts - start
-        later = self.lives[len(self.lives) - num_later :]
-        went_on = [life for life in later if life.last_step >= life.first_step]
-        return 0 <= num_later <= len(self.lives) and all(life.first_step > step for life in went_on)
+        later = self.attempts[len(self.attempts) - num_later :]
+        went_on = [attempt for attempt in later if attempt.last_step >= attempt.first_step]
+        return 0 <= num_later <= len(self.attempts) and all(attempt.first_step > step for attempt in went_on)
 
     def first_step_done(self) -> None:
-        """Takes the time that the run needed to go on, if it was cut short."""
-        if len(self.lives) > 1 and self.lives[-2].exit_code in CUT_SHORT:
-            self.lives[-1].recovery = max(0.0, time.time() - self.lives[-2].ended())
-        if recoveries := [life.recovery for life in self.lives if life.recovery is not None]:
+        """Records the recovery time of a run that was cut short."""
+        if len(self.attempts) > 1 and self.attempts[-2].exit_code in CUT_SHORT:
+            self.attempts[-1].recovery = max(0.0, time.time() - self.attempts[-2].ended())
+        if recoveries := [attempt.recovery for attempt in self.attempts if attempt.recovery is not None]:
             median = statistics.median(recoveries)
             self.recovery = {"count": len(recoveries), "p50": median, "max": max(recoveries)}
 
     def write(self, clock: "Clock | None" = None, **changes: Any) -> None:
-        """clock: of this start, whose life is then brought up to date too.  OutputError if it cannot be written."""
+        """Writes the file.  clock: of this attempt, which is then updated too.  Raises OutputError if it cannot be
+        written."""
         for key, value in changes.items():
             setattr(self, key, value)
-        if clock is not None and self.lives:
-            life = self.lives[-1]
-            life.seconds, life.last_step, life.exit_code = clock.elapsed()[0], self.step, self.exit_code
-            life.measure()
-        text = to_json(self.model_dump(), indent=2) + "\n"
+        if clock is not None and self.attempts:
+            attempt = self.attempts[-1]
+            attempt.seconds, attempt.last_step, attempt.exit_code = clock.elapsed()[0], self.step, self.exit_code
+            attempt.measure()
+        text = to_json(self.model_dump(by_alias=True), indent=2) + "\n"
         with writing(self.path, len(text)):
             write_atomically(self.path, text)
 
 
 class Clock:
-    """Adds every second to one bucket of `seconds`: the innermost one being timed, `other` if none is."""
+    """Adds every second to one bucket of `seconds`: the innermost one being timed, else `other`."""
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds = seconds
@@ -278,17 +277,15 @@ class Clock:
 
     @property
     def bucket(self) -> str:
-        """What is being timed."""
         return self._buckets[-1]
 
     def update(self) -> None:
-        """Brings `seconds` up to now."""
         now = time.perf_counter()
         self.seconds[self._buckets[-1]] += now - self._updated
         self._updated = now
 
     def elapsed(self) -> tuple[float, float]:
-        """Seconds of this start of the run, and of all its starts, up to now."""
+        """Seconds of this attempt, and of all attempts, up to now."""
         self.update()
         total = sum(self.seconds.values())
         return total - self._seconds_before, total

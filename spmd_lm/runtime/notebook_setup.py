@@ -1,9 +1,7 @@
-"""What the first cell of a notebook does once it has found the repository: install spmd_lm for this machine's devices,
-then start jax on them.
+"""Sets up a notebook in its first cell: installs spmd_lm for this machine's devices, then starts jax on them.
 
 It runs before anything is installed, in Google Colab beside an older jax: until then it imports the standard library
-alone.  The kernel keeps what it has imported: if a package was replaced after that, only a new kernel has the new
-one."""
+alone.  The kernel keeps imported modules: if a package is replaced later, only a new kernel has the new one."""
 
 import importlib
 import re
@@ -18,9 +16,9 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
 from spmd_lm.runtime.programs import ask
 
-CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # the oldest of NVIDIA's drivers and GPUs that CUDA 13 runs on
+CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # NVIDIA's oldest driver and GPU for CUDA 13
 
-DRIVER_SECONDS = 30.0  # of nvidia-smi, which takes seconds on a host of eight
+DRIVER_SECONDS = 30.0  # for nvidia-smi, which takes seconds on a host of eight
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 # jax's devices of a TPU chip, by its PCI id: v2 and v3, v4, v5p, v5e, v6e, 7x (jax/_src/hardware_utils.py).
@@ -30,18 +28,15 @@ RESTART = "Restart the runtime (Colab: Runtime > Restart session; else restart t
 
 
 class Accelerators(NamedTuple):
-    """What this machine has.  extra: of pyproject.toml, which installs jax for them."""
-
     platform: str
     devices: int
-    extra: str
+    extra: str  # of pyproject.toml, which installs jax for them
 
 
 def set_up_notebook(devices: int = 8) -> None:
-    """Installs spmd_lm, if it is not installed, and starts jax on this machine's TPU or GPUs; if there are fewer than
-    `devices`, on as many that its CPU simulates.
-
-    Raises ConfigError if this kernel has to be restarted first, or if jax finds other devices than the machine has."""
+    """Installs spmd_lm, if missing, and starts jax on this machine's TPU or GPUs; if there are fewer than `devices`, on
+    as many simulated devices.  Raises ConfigError if this kernel has to be restarted first, or if jax finds other
+    devices than the machine has."""
     found = find_accelerators()
     simulated = found is None or found.devices < devices
     extra = found.extra if found and not simulated else ""
@@ -57,7 +52,7 @@ def set_up_notebook(devices: int = 8) -> None:
 
 
 def find_accelerators() -> Accelerators | None:
-    """The TPU chips or NVIDIA GPUs of this machine, without jax."""
+    """The TPU chips or NVIDIA GPUs of this machine, found without jax."""
     tpu_devices = 0
     for vendor in PCI_DEVICES.glob("*/vendor"):
         if vendor.read_text().strip() == "0x1ae0":  # Google's
@@ -71,12 +66,12 @@ def find_accelerators() -> Accelerators | None:
             print(f"Not understood, so that GPUs are not used: nvidia-smi says {answer.strip()[:80]!r}.")
         return None
     new = all(int(driver) >= CUDA_13_DRIVER and float(gpu) >= CUDA_13_CAPABILITY for driver, gpu in gpus)
-    # CUDA 12 runs on new drivers too: where its plugin is, as in Colab, it is upgraded, not joined by another.
+    # CUDA 12 runs on new drivers too: an existing plugin for it, as in Colab, is upgraded, not joined by another.
     return Accelerators("gpu", len(gpus), "gpu" if new and not is_installed("jax-cuda12-plugin") else "gpu12")
 
 
 def ask_nvidia_smi() -> str:
-    """A line `driver, compute capability` for each GPU; empty where it fails, as without a GPU."""
+    """A line `driver, compute capability` for each GPU; '' on failure, as without a GPU."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
     try:
         code, answer = ask(query, DRIVER_SECONDS)
@@ -95,7 +90,7 @@ def is_installed(distribution: str) -> bool:
 
 
 def missing_requirements(extra: str = "") -> Iterator[str]:
-    """What spmd_lm with this extra requires, and is not installed in a version that will do."""
+    """Requirements of spmd_lm with this extra that are not installed in a suitable version."""
     if not (is_installed("spmd-lm") and is_installed("packaging")):
         yield "spmd-lm"
         return
@@ -116,7 +111,7 @@ def missing_requirements(extra: str = "") -> Iterator[str]:
 
 
 def install(root: Path, extra: str) -> None:
-    """Installs the repository's package into this kernel's environment, quietly; pip's own errors are shown."""
+    """Installs the repository's package into this kernel's environment, quietly except for pip's errors."""
     what = f"{root}[{extra}]" if extra else str(root)
     print(f"installing {what}, which takes a minute or two", flush=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--editable", what]
@@ -127,7 +122,7 @@ def install(root: Path, extra: str) -> None:
 
 
 def replaced_modules() -> Iterator[str]:
-    """Modules that this kernel has imported in another version than the one that is installed."""
+    """Imported modules whose installed version differs."""
     for name in ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "matplotlib", "pydantic"):
         loaded = getattr(sys.modules.get(name), "__version__", None)
         if loaded and is_installed(name) and loaded != version(name):
@@ -135,7 +130,7 @@ def replaced_modules() -> Iterator[str]:
 
 
 def start_jax(accelerators: Accelerators | None, devices: int) -> None:
-    """Starts jax on these, or on simulated devices, and says which."""
+    """Starts jax on these, or on simulated devices, and prints which."""
     hide_xla_warnings()
     if accelerators is None:
         simulate_devices(devices)

@@ -1,6 +1,6 @@
-"""What a run writes may fail: the terminal is closed, the disk that its log or its directory is on fills up.
+"""Robust output: the terminal may be closed, and disks may fill up.
 
-Lines that tell of progress then end, and the run goes on.  A file that cannot be written is an OutputError."""
+Progress lines then stop, and the run continues.  A file that cannot be written is an OutputError."""
 
 import errno
 import logging
@@ -20,9 +20,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 QUIET_LOGGERS = ("absl", "asyncio", "matplotlib")
-"""Orbax logs the traceback of every thread that a failed save ends, and asyncio those of its tasks; the first of these
-errors is raised too, and our code says what it means.  Matplotlib tells where its cache is, if not in the home
-directory."""
+"""Loggers without information.  Orbax logs the traceback of every thread that a failed save ends, and asyncio those of
+its tasks; the first of these errors is raised too, and our code explains it.  Matplotlib reports its cache if outside
+the home directory."""
 
 
 class UnfailingStream:
@@ -41,11 +41,11 @@ class UnfailingStream:
     def _try(self, call: Callable[..., Any], *arguments: str) -> None:
         try:
             call(*arguments)
-        except BlockingIOError:  # its reader is slow, and who started us made it non-blocking: this text is lost alone
+        except BlockingIOError:  # a slow reader of a pipe that our parent made non-blocking: only this text is lost
             pass
         except OSError:
             silence(self._stream)
-        except ValueError:  # it is closed, or has no such letters
+        except ValueError:  # it is closed, or cannot encode the text
             if getattr(self._stream, "closed", True):
                 silence(self._stream)
 
@@ -54,8 +54,8 @@ class UnfailingStream:
 
 
 def silence(stream: TextIO) -> None:
-    """Sends what is written to the stream from here on, by anyone, to nowhere, and what is left in its buffer, which
-    Python would try again at exit: that would turn the exit code into 120."""
+    """Redirects the stream to /dev/null, including its buffer, which Python would otherwise retry at exit, turning the
+    exit code into 120."""
     with suppress(OSError, ValueError):  # it is closed, or no file
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -67,33 +67,30 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def print_line(line: str, stream: TextIO) -> None:
-    """Prints a line at once, if the stream still takes any."""
+    """Prints a line at once, if the stream still works."""
     print(escape_controls(line), file=unfailing(stream), flush=True)
 
 
 def escape_controls(text: str) -> str:
-    r"""What is printed: of what a file, a library or a model has in its text nothing can steer the terminal.
-
-    An escape is written \x1b."""
+    r"""Escapes control characters, so that text of files, libraries or models cannot steer the terminal: \x1b."""
     return CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class LineFormatter(logging.Formatter):
-    """Formats what libraries log, without control characters."""
+    """Formats libraries' log records without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))
 
 
 def flush_streams() -> None:
-    """Before the process ends."""
     for stream in (sys.stdout, sys.stderr):
         unfailing(stream).flush()
 
 
 def open_closed_streams() -> None:
-    """A shell may start a process without standard output (`>&-`): the next file that is opened would then be it.
-    Afterwards writing there fails, as it should, but harms nothing."""
+    """Opens missing standard streams: a shell may start a process without standard output (`>&-`), and the next opened
+    file would take its place.  Writing there then fails harmlessly."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -105,8 +102,8 @@ def open_closed_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Warnings and errors that libraries log go to standard error, but none of QUIET_LOGGERS; nor what is raised where
-    nobody can catch it, if it tells nothing."""
+    """Logs libraries' warnings and errors to standard error, except QUIET_LOGGERS', and hides unraisable exceptions
+    that say nothing."""
     handler = logging.StreamHandler()
     handler.addFilter(is_heard)
     handler.setFormatter(LineFormatter("%(levelname)s: %(name)s: %(message)s"))
@@ -119,8 +116,8 @@ def is_heard(record: logging.LogRecord) -> bool:
 
 
 def report_unraisable(unraisable: Any) -> None:
-    """Python's own hook, except for Ctrl-C (in a callback of the garbage collector) and for tensorstore's threads: each
-    of them tells orbax that it failed, but orbax has left with the first one's error."""
+    """Python's hook, except for Ctrl-C (in a callback of the garbage collector) and for tensorstore's threads: each
+    tells orbax that it failed, but orbax has left with the first one's error."""
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt) and str(error) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
@@ -136,8 +133,9 @@ def writing(path: Path, size: int | None = None) -> Iterator[None]:
 
 
 def require_replaceable(option: str, path: Path, mark: str) -> None:
-    """OutputError, before the work, if the file that this option names cannot be written, or is there and is none that
-    an earlier command wrote.  mark: how these begin."""
+    """Raises OutputError, before the work, if the option's file cannot be written, or was not written by an earlier
+    command.
+    mark: the beginning of such files."""
     if not os.access(path.parent, os.W_OK) or path.is_dir():
         raise OutputError(f"{option} {path}: cannot be written. Give a file in a writable directory.")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The processes of one job: they connect, and go on only if all of them run the same thing.
+"""The processes of one job: they connect, and continue only if all of them run the same thing.
 
 jax.distributed would find most launchers itself, but under SLURM and Open MPI it gives each process one GPU, even one
 that has a host of eight to itself, and process 0 listens on every network of its host."""
@@ -37,31 +37,30 @@ from spmd_lm.runtime.launchers import (
 )
 from spmd_lm.runtime.outputs import flush_streams, print_line
 
-HEARTBEAT_SECONDS = 15  # a process that says nothing for so long is dead, and ends the others
+HEARTBEAT_SECONDS = 15  # a process silent for longer is dead, and ends the others
 WAIT_MS = 600_000  # for a process that still reads its data
-MOST_DIFFERENCES = 5  # that one line names
+MOST_DIFFERENCES = 5  # named in one line
 FAILED = "spmd_lm/failed"  # key of the first process to fail
-POLL_SECONDS = 1  # each process asks the coordinator for it so often
+POLL_SECONDS = 1  # between questions to the coordinator for it
 agreements = itertools.count()  # a process may train twice: keys are written once
 LEAVE_SECONDS = 15  # for a process that leaves to say why
 TELL_SECONDS = 2  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
 aborted = threading.Event()  # set when jax aborts it, after which no question to the coordinator returns
+# Words in messages of collectives that fail because a process is gone.
 LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "unhealthy")
-"""In the messages of collectives that fail because a process is gone."""
 
 PEER_IS_GONE = "another process of the job is gone: see its output."
 
-handlers: list[Any] = []  # of signals, which only C knows
+handlers: list[Any] = []  # keeps C signal handlers alive
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
 
 def end_with_parent() -> None:
-    """Where SPMD_LM_PARENT is the pid of the process that started this one, Linux sends SIGTERM to this one when that
-    one ends, even if it was killed.  Ends at once if it has ended already.  Other systems have nothing like it.
-
-    Linux watches the thread that started this process: let it be the main one."""
+    """Makes Linux send SIGTERM to this process when its parent, whose pid is in SPMD_LM_PARENT, ends, even if killed.
+    Ends at once if it already has.  Other systems lack this.  Linux watches the thread that started this process, which
+    should be the main one."""
     parent = os.environ.pop(PARENT, None)  # not for the processes that this one starts
     if parent is None or sys.platform != "linux":
         return
@@ -73,12 +72,12 @@ def end_with_parent() -> None:
 
 
 def join(process: ProcessInfo | None) -> None:
-    """Connects this process to the job's others, if there are any, once.  ConfigError if it cannot."""
+    """Connects this process to the job's others, if any, once.  Raises ConfigError if it cannot."""
     if in_a_job() or (process is None and not in_tpu_slice(os.environ)):
         return
     import jax
 
-    # A TPU's workers: jax asks the metadata server, or reads what GKE sets.
+    # On a TPU's workers jax asks the metadata server, or reads what GKE sets.
     options = _connection(process) if process else {}
     if process:
         (wait_for_coordinator if process.process_id else require_free_port)(options["coordinator_address"])
@@ -101,21 +100,21 @@ def join(process: ProcessInfo | None) -> None:
     exit_on_abort()
     watcher = threading.Thread(target=end_with_job, daemon=True)
     watcher.start()
-    atexit.register(watcher.join)  # before Python ends, which may not find it within the client
+    atexit.register(watcher.join)  # before Python ends, which may not find the thread within the client
     atexit.register(leaving.set)
     if process:
         use_own_gpus(process.process_id)
 
 
 def exit_on_abort() -> None:
-    """jax aborts, in C++, a process whose coordinator is gone or whose peer sends no heartbeats.  From here on SIGABRT
-    ends it with exit code 8.  A handler of Python's would wait for the main thread, which waits for the peer."""
+    """Makes SIGABRT end this process with exit code 8: jax aborts, in C++, if the coordinator is gone or a peer sends
+    no heartbeats.  A Python handler would wait for the main thread, which waits for the peer."""
     import ctypes
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def on_abort(_: int) -> None:
         aborted.set()
-        if leaving.is_set():  # another thread knows why, and is about to say so
+        if leaving.is_set():  # another thread knows the reason, and is about to print it
             time.sleep(LEAVE_SECONDS)
         os.write(2, b"error: another process of the job is gone, or this one was aborted: see what stands above.\n")
         os._exit(Exit.PEER_LOST)
@@ -126,18 +125,17 @@ def exit_on_abort() -> None:
     libc.signal(signal.SIGABRT, ctypes.cast(on_abort, ctypes.c_void_p))
 
 
-def tells_of_lost_peer(error: BaseException) -> bool:
-    """Whether it comes from a collective, or a question to the coordinator, that failed because another process is
-    gone, as it looks from this one."""
+def is_peer_failure(error: BaseException) -> bool:
+    """True if a collective, or a question to the coordinator, failed because, to this process, another one is gone."""
     import jax
 
     if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST_PEER):
         return True
-    return error.__cause__ is not None and tells_of_lost_peer(error.__cause__)
+    return error.__cause__ is not None and is_peer_failure(error.__cause__)
 
 
 def publish(name: str, text: str) -> None:
-    """Replaces what this process says under `name` to the others of its job."""
+    """Publishes this process's latest text under `name` to the job."""
     from jax._src.distributed import global_state
 
     client: Any = global_state.client
@@ -145,7 +143,7 @@ def publish(name: str, text: str) -> None:
 
 
 def published(name: str) -> dict[int, str]:
-    """What each process said last under `name`."""
+    """The latest text of each process under `name`."""
     from jax._src.distributed import global_state
 
     client: Any = global_state.client
@@ -153,7 +151,7 @@ def published(name: str) -> dict[int, str]:
 
 
 def _connection(process: ProcessInfo) -> dict[str, Any]:
-    """The arguments of jax.distributed.initialize.  On one host nothing outside it can connect."""
+    """Arguments of jax.distributed.initialize.  A job on one host accepts no outside connections."""
     host, port = split_address(process.coordinator_address or "")
     address = join_address(LOCALHOST if process.on_one_host else host, port)
     return {
@@ -166,8 +164,8 @@ def _connection(process: ProcessInfo) -> dict[str, Any]:
 
 
 def use_own_gpus(process_id: int) -> None:
-    """Leaves to this process, before jax starts, its share of the GPUs that it and others of its job see.  ConfigError
-    in all of them if they cannot be shared."""
+    """Restricts this process, before jax starts, to its share of the GPUs seen by several.  Raises ConfigError in all
+    processes if they cannot be shared."""
     import jax
 
     if (own := jax.config.values["jax_cuda_visible_devices"]) != "all":
@@ -175,7 +173,7 @@ def use_own_gpus(process_id: int) -> None:
             f"JAX_CUDA_VISIBLE_DEVICES={own}: a host's GPUs are shared among its processes as CUDA shows "
             "them. Use CUDA_VISIBLE_DEVICES."
         )
-    seen = collect("GPUs", [] if jax.config.values["jax_platforms"] == "cpu" else visible_gpus())
+    seen = allgather_objects("GPUs", [] if jax.config.values["jax_platforms"] == "cpu" else visible_gpus())
     try:
         own = share(seen)[process_id]
     except ConfigError:
@@ -186,7 +184,7 @@ def use_own_gpus(process_id: int) -> None:
 
 
 def in_tpu_slice(environment: Mapping[str, str]) -> bool:
-    """Whether this is a worker of a Cloud TPU, of one host or many; a notebook's TPU has no job."""
+    """True on a worker of a Cloud TPU, of one host or many; a notebook's TPU has no job."""
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
     if (slices := parse_count(text := environment.get("MEGASCALE_NUM_SLICES", "1"))) is None:
         raise ConfigError(f"MEGASCALE_NUM_SLICES={text:.40}: expected the number of TPU slices. Unset it elsewhere.")
@@ -198,13 +196,12 @@ def in_tpu_slice(environment: Mapping[str, str]) -> bool:
 
 
 def has_tpu() -> bool:
-    """Whether this machine has a TPU chip."""
     vendors = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
     return "0x1ae0" in vendors  # Google's
 
 
 def is_first_process() -> bool:
-    """Whether this process writes what belongs to its whole job; known without joining it."""
+    """True if this process writes on behalf of its job; known without joining it."""
     if process := detect_process(os.environ):
         return process.process_id == 0
     if not in_tpu_slice(os.environ):
@@ -214,10 +211,9 @@ def is_first_process() -> bool:
     return next((env.get_process_id() == 0 for env in ClusterEnv._cluster_types if env.is_env_present()), True)
 
 
-def collect(subject: str, own: Any) -> list[Any]:
-    """What each process says of `subject`, as JSON, in their order: the same list in all of them, which all call this.
-
-    It goes through the coordinator's key-value store, which needs no device; the first process gathers."""
+def allgather_objects(subject: str, own: Any) -> list[Any]:
+    """Gathers each process's JSON value on `subject`, in order of processes; a collective call.  Uses the coordinator's
+    key-value store, which needs no device; the first process gathers."""
     from jax._src.distributed import global_state  # public jax gathers arrays only, on devices
 
     client, number, count = global_state.client, next(agreements), global_state.num_processes
@@ -228,12 +224,12 @@ def collect(subject: str, own: Any) -> list[Any]:
     if global_state.process_id == 0:
         answers = [json.loads(client.blocking_key_value_get(f"{key}/{i}", WAIT_MS)) for i in range(count)]
         client.key_value_set(f"{key}/all", json.dumps(answers))
-        client.key_value_delete(f"spmd_lm/{number - 1}")  # the agreement before, which all of them have read
+        client.key_value_delete(f"spmd_lm/{number - 1}")  # the previous exchange, which all have read
     return json.loads(client.blocking_key_value_get(f"{key}/all", WAIT_MS))
 
 
 def require_single_process(verb: str) -> None:
-    """Any number of processes can restore a checkpoint; only a single one can write one of another model."""
+    """Raises ConfigError in a job: a checkpoint of another model is written by a single process."""
     import jax
 
     if jax.process_count() > 1:
@@ -243,11 +239,11 @@ def require_single_process(verb: str) -> None:
         )
 
 
-def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
-    """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
-    subject: what they are about."""
+def assert_equal(subject: str, facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError in every process, naming the differences, unless all call this with equal facts about
+    `subject`."""
     own = {"host": socket.gethostname(), "facts": {name: str(value) for name, value in facts.items()}}
-    if found := differences(subject, collect(subject, own)):
+    if found := differences(subject, allgather_objects(subject, own)):
         import jax
 
         jax.distributed.shutdown()  # waits for the others: the first may not leave before all have read it
@@ -255,7 +251,7 @@ def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
 
 
 def differences(subject: str, answers: list[dict[str, Any]]) -> list[str]:
-    """One line for each process whose facts are not those of process 0."""
+    """A line for each process whose facts differ from process 0's."""
     first, *others = answers
     lines = []
     for process, other in enumerate(others, 1):
@@ -273,18 +269,18 @@ def differences(subject: str, answers: list[dict[str, Any]]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same for processes to compile the same program."""
+    """Versions that must agree for processes to compile the same program."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
     return {"python": platform.python_version(), "spmd_lm": spmd_lm.__version__} | packages
 
 
 def start_preemption_service() -> None:
-    """From here on jax answers SIGTERM, in place of any handler, and reached_preemption_sync_point tells all processes
-    of the job.  Each of them calls this."""
+    """Lets jax handle SIGTERM, in place of any handler; reached_preemption_sync_point then informs all processes of the
+    job, which must all call this."""
     import jax
     from jax._src.distributed import global_state  # public jax starts it when the process joins, or never
 
-    if global_state.preemption_sync_manager is not None:  # of an earlier run, which has given SIGTERM back
+    if global_state.preemption_sync_manager is not None:  # an earlier run's, which has released SIGTERM
         global_state.preemption_sync_manager.shutdown()
         global_state.preemption_sync_manager = None
     jax.config.update("jax_enable_preemption_service", True)
@@ -292,14 +288,12 @@ def start_preemption_service() -> None:
 
 
 def in_a_job() -> bool:
-    """Whether this process has joined others."""
     distributed = getattr(sys.modules.get("jax"), "distributed", None)  # a signal may come while jax is imported
     return distributed is not None and distributed.is_initialized()
 
 
 def end_with_job() -> None:
-    """Ends this process when another one of its job has failed, with that one's exit code.  It would wait for that one
-    in a collective until the heartbeats stop."""
+    """Ends this process with a failed peer's exit code, instead of waiting in a collective until heartbeats stop."""
     import jax
     from jax._src.distributed import global_state
 
@@ -315,8 +309,8 @@ def end_with_job() -> None:
 
 
 def leave_job(code: int) -> int:
-    """The exit code of a process that failed.  In a job it ends here, and so do the others: at exit jax would wait for
-    them, and they for this one."""
+    """Returns the exit code of a failed process, outside a job.  In a job, ends this process and the others: at exit
+    jax would wait for them, and they for this one."""
     if in_a_job():
         import jax
         from jax._src.distributed import global_state
@@ -326,7 +320,7 @@ def leave_job(code: int) -> int:
         failure = {"process": global_state.process_id, "host": socket.gethostname(), "code": code}
 
         def tell() -> None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the coordinator has ended
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first, or the coordinator has ended
                 client.key_value_set(FAILED, json.dumps(failure))
 
         thread = threading.Thread(target=tell, daemon=True)
@@ -341,5 +335,5 @@ def _exit(code: int) -> NoReturn:
 
     flush_streams()
     if global_state.process_id == 0:
-        time.sleep(2 * POLL_SECONDS)  # the coordinator is here, and the others still ask it
+        time.sleep(2 * POLL_SECONDS)  # the coordinator is here, and the others still poll it
     os._exit(code)

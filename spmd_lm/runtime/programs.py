@@ -1,4 +1,4 @@
-"""Asks another program, which may be missing, hang, or say more than it should."""
+"""Runs another program, which may be missing, hang, or print too much."""
 
 import errno
 import os
@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from spmd_lm.runtime.outputs import escape_controls
 
-MOST_OUTPUT = 1_000_000  # of an answer; SLURM's of 10,000 jobs has a tenth
+MOST_OUTPUT = 1_000_000  # bytes of an answer; SLURM's on 10,000 jobs has a tenth
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Its exit code, and what it writes to both streams.  OSError, whose `strerror` says why, if it cannot be started,
-    does not end, or says too much."""
+    """The exit code and both output streams.  Raises OSError, with the reason in `strerror`, if it cannot be started,
+    does not end, or prints too much."""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=both, start_new_session=True)
     answers: list[tuple[int, bytes]] = []
@@ -25,7 +25,7 @@ def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
         text = process.stdout.read(MOST_OUTPUT)
         answers.append((0 if len(text) == MOST_OUTPUT else process.wait(), text))
 
-    thread = threading.Thread(target=read, daemon=True)  # within a driver no signal ends a process
+    thread = threading.Thread(target=read, daemon=True)  # no signal ends a process within a driver
     thread.start()
     thread.join(seconds)
     code, text = answers[0] if answers else (0, None)

@@ -1,4 +1,4 @@
-"""What a run prints: on a terminal one live line, elsewhere a line per logged step.
+"""A run's progress: on a terminal one live line, elsewhere a line per logged step.
 
 step 120/400  loss 2.3104  31k tok/s  MFU 12%  ETA 1m12s"""
 
@@ -18,9 +18,9 @@ from spmd_lm.runtime.outputs import escape_controls, unfailing
 
 
 class Progress:
-    """Prints the progress of a run of `steps` steps, silently once that fails: a reader may leave, as `head` does, a
-    terminal be closed, a log's disk be full.  Of several `processes` only the first one prints, and without a
-    live line: launchers mix their output, and mpirun shows each process a terminal of its own."""
+    """Prints the progress of a run, silently once printing fails: a reader may leave, as `head` does, a terminal be
+    closed, a log's disk be full.  In a job only the first process prints, and without a live line: launchers mix their
+    output, and mpirun gives each process a terminal of its own."""
 
     def __init__(self, steps: int, console: Console | None = None, process: int = 0, processes: int = 1):
         self.steps = steps
@@ -28,8 +28,8 @@ class Progress:
         self._console = console or Console(
             file=unfailing(sys.stdout), highlight=False, quiet=process > 0, force_terminal=terminal
         )
-        self._metrics = ""  # the last record's, which stay on the live line until the next one
-        self._first_step: tuple[int, float] | None = None  # and when it ended
+        self._metrics = ""  # of the last record, kept on the live line until the next one
+        self._first_step: tuple[int, float] | None = None  # with the time at its end
         self._display = Live(console=self._console, transient=True)
 
     def log(self, *messages: str) -> None:
@@ -38,12 +38,12 @@ class Progress:
             self._console.print(Text(escape_controls(message)), soft_wrap=True)
 
     def live_line(self) -> AbstractContextManager[object]:
-        """Within this block, a terminal has a live line.  A notebook is no terminal, but rich would show it one."""
+        """Shows a live line on a terminal within this block.  A notebook is no terminal, but rich would show it one."""
         return self._display if self._console.is_terminal else nullcontext()
 
     @contextmanager
     def compiling(self, last_seconds: float | None) -> Iterator[None]:
-        """Prints that the step is being compiled.  last_seconds: what it took last time, if there was one."""
+        """Prints that the step is being compiled.  last_seconds: of the previous compilation, if any."""
         last = f"took {format_duration(last_seconds)} last time" if last_seconds else ""
         message = f"compiling the step ({last or 'seconds for a small model, minutes for a large one'})"
         start = time.perf_counter()
@@ -56,13 +56,13 @@ class Progress:
         self.log(f"compiled in {format_duration(time.perf_counter() - start)}")
 
     def step(self, step: int) -> None:
-        """After every step: updates the live line."""
+        """Updates the live line after every step."""
         if self._first_step is None:
             self._first_step = step, time.perf_counter()
         self._display.update(Text(self._line(step)))
 
     def record(self, record: Record) -> None:
-        """After a logged step: its loss, speed and evaluation."""
+        """Prints loss, speed and evaluation after a logged step."""
         self._metrics = format_record(record)
         if "eval_loss" in record or not self._console.is_terminal:
             self.log(self._line(record["step"]))
@@ -72,13 +72,13 @@ class Progress:
         first, time_of_first = self._first_step or (step, 0.0)
         if step == first or step >= self.steps:
             return line
-        # Wall clock since the first step, evaluations and checkpoints included: those to come cost as much.
+        # Wall clock since the first step, with evaluations and checkpoints: future ones cost as much.
         eta = (time.perf_counter() - time_of_first) / (step - first) * (self.steps - step)
         return f"{line}  ETA {format_duration(eta)}"
 
 
 def format_record(record: Record) -> str:
-    """`  loss 2.3104  31k tok/s  MFU 12%  eval 2.4010 (perplexity 11.03)`, or as much of it as the record has."""
+    """`  loss 2.3104  31k tok/s  MFU 12%  eval 2.4010 (perplexity 11.03)`, as far as the record has it."""
     parts = []
     if "loss" in record:
         loss = math.nan if record["loss"] is None else record["loss"]  # null in the file
@@ -93,8 +93,7 @@ def format_record(record: Record) -> str:
 
 
 def _evaluation_metrics(record: Record) -> list[str]:
-    """An evaluation's metrics besides its loss: the perplexity where predicting tokens is all there is, else every
-    share of correct predictions."""
+    """An evaluation's metrics besides its loss: the perplexity if it predicts tokens only, else all accuracies."""
     shares = {
         name.removeprefix("eval_").removesuffix("_accuracy"): value
         for name, value in record.items()

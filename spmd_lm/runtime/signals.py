@@ -1,10 +1,10 @@
-"""SIGTERM, Ctrl-C and SIGHUP (its terminal is closed) stop a run between two steps, never in the middle of one.
+"""SIGTERM, Ctrl-C and SIGHUP (a closed terminal) stop a run between two steps, never within one.
 
-A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  A second
+A handler only sets a flag: XLA cannot be interrupted, and checkpoints can only be written between steps.  A second
 Ctrl-C raises KeyboardInterrupt at once.
 
-The processes of one job stop after the same step, whichever of them was told to.  They agree on it through jax, which
-takes SIGTERM over from the first step on; the others are passed on to it."""
+Processes of one job stop after the same step, whichever of them was signalled.  They agree through jax, which takes
+SIGTERM over from the first step on; other signals are converted to it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from spmd_lm.runtime.processes import in_a_job, start_preemption_service
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# The answer to Ctrl-C, by when it comes: there is nothing to save before the first step.
+# Answers to Ctrl-C, by phase: there is nothing to save before the first step.
 BEFORE_STEPS = "Stopping before the next step. Ctrl-C again stops at once."
 DURING_STEPS = "Stopping after this step and saving. Ctrl-C again stops at once, without saving."
 AFTER_STEPS = "Ending: no more steps. Ctrl-C again stops at once."
@@ -29,8 +29,8 @@ DURING_SWEEP = "Stopping: the cells that run are saved. Ctrl-C again stops at on
 def handle_signals(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> Iterator[None]:
-    """Within the block, `handler` answers these signals.  Python lets only the main thread set handlers: in any other
-    thread this is a no-op."""
+    """Lets `handler` answer these signals within the block.  Only the main thread may set handlers: in any other thread
+    this is a no-op."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number in numbers} if in_main_thread else {}
     try:
@@ -42,25 +42,25 @@ def handle_signals(
 
 
 def name_of_signal(number: int) -> str:
-    """SIGTERM of 15; the real-time signals between the first and the last have no names."""
+    """SIGTERM for 15; the real-time signals between the first and the last have no names."""
     names = {each.value: each.name for each in signal.Signals}
     return names.get(number, f"signal {number}")
 
 
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those of these signals that this process does not ignore, as a shell's background job ignores Ctrl-C."""
+    """The signals that this process does not ignore, as a shell's background job ignores Ctrl-C."""
     return [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
 def interruptible() -> AbstractContextManager[None]:
-    """Within the block, Ctrl-C ends the process at once and silently, with the shell's code 130: nothing is lost.
-    A KeyboardInterrupt would come too late, or never: XLA delays it, and extension modules swallow it during their
-    import or turn it into an ImportError."""
+    """Lets Ctrl-C end the process at once and silently within the block, with the shell's code 130: nothing is lost.
+    KeyboardInterrupt would come too late, or never: XLA delays it, and extension modules swallow it during their import
+    or turn it into an ImportError."""
     return handle_signals(not_ignored(signal.SIGINT), signal.SIG_DFL)
 
 
 class StopSignals:
-    """Within the `with` block, `received` is the first signal that asked to stop; None outside the main thread."""
+    """Records in `received` the first signal that asked to stop; None outside the main thread."""
 
     def __init__(self, answer: str = BEFORE_STEPS) -> None:
         self.received: signal.Signals | None = None
@@ -78,13 +78,13 @@ class StopSignals:
         self._handlers.__exit__(*error)
 
     def stop(self) -> None:
-        """As if SIGTERM had come."""
+        """Acts as SIGTERM does."""
         self.received = self.received or signal.SIGTERM
-        if in_a_job():  # jax, which tells the others
+        if in_a_job():  # jax informs the others
             signal.raise_signal(signal.SIGTERM)
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yields `steps`, but none after a signal has come, to this process or to another one of its job."""
+        """Yields `steps` until a signal has come, to this process or to another one of its job."""
         if in_a_job() and not self._left_to_jax:
             start_preemption_service()
             self._left_to_jax = True

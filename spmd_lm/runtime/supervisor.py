@@ -1,4 +1,4 @@
-"""Runs a command again while it leaves with a code that asks for it, or is killed; with backoff, and not for ever.
+"""Restarts a command that exits with a restartable code, or is killed; with backoff, and not forever.
 
 The command runs in a session of its own: signals to the supervisor are passed on once, and end it with the command."""
 
@@ -18,18 +18,19 @@ from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, name_of_signal
 RESTARTABLE = {Exit.PREEMPTED: "preempted", Exit.HANG: "a step hung", Exit.PEER_LOST: "another process was gone"}
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before a restart; they double
 CHECK_SECONDS = 0.5
-STOPPED_SECONDS = 30.0  # a process that was stopped for so long, by SIGSTOP or a debugger, is killed
+STOPPED_SECONDS = 30.0  # a process stopped for longer, by SIGSTOP or a debugger, is killed
 
 
 class Supervisor:
-    """saved_steps: how many steps are saved now.  attempts: restarts in a row that may bring no more of them."""
+    """saved_steps: counts the steps saved now.
+    attempts: consecutive restarts without new ones."""
 
     def __init__(
         self, command: Sequence[str], saved_steps: Callable[[], int], attempts: int, log: Callable[[str], None]
     ):
         self._command, self._saved_steps, self._attempts, self._log = command, saved_steps, attempts, log
         self._process: subprocess.Popen[bytes] | None = None
-        self._signal: int | None = None  # the first that came
+        self._signal: int | None = None  # the first one received
 
     def run(self) -> int:
         """The exit code of the last start; 128 + the signal that killed it."""
@@ -57,7 +58,7 @@ class Supervisor:
                     return int(Exit.INTERRUPTED if self._signal == signal.SIGINT else Exit.PREEMPTED)
 
     def _run_once(self) -> int:
-        """The code of one start; negative if a signal killed it."""
+        """The exit code of one start; negative if a signal killed it."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._process = subprocess.Popen(self._command, env=environment, start_new_session=True)
         if self._signal is not None:  # it came before there was a process to tell
@@ -79,19 +80,18 @@ class Supervisor:
 
 
 def shell_code(code: int) -> int:
-    """As a shell reports it: 128 + the signal that killed a process."""
     return 128 - code if code < 0 else code
 
 
 def restart_reason(code: int) -> str:
-    """Why a command that left with this code, or was killed by signal -code, is started again; '' if it is not."""
+    """The reason to restart a command that exited with this code, or was killed by signal -code; '' if none."""
     if code < 0:
         return f"killed by {name_of_signal(-code)}"
     return next((reason for restartable, reason in RESTARTABLE.items() if code == restartable), "")
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, where /proc tells."""
+    """True if a process is stopped, as far as /proc tells."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except OSError:

@@ -1,8 +1,8 @@
-"""Scalars as TensorBoard reads them: one event file for each start of a run.
+"""Scalars in TensorBoard's format: one event file per attempt.
 
 A file is TFRecords: length, checksum, an Event in protobuf's encoding, checksum.  Written by hand, because the packages
-that write it import torch or grpc, seconds of every start.  A start first says from which
-step on it repeats: TensorBoard then drops what earlier files have of those steps.
+that write it import torch or grpc, seconds of every start (docs/log.md, 2026-11-23).  An attempt first records the step
+from which it repeats: TensorBoard then drops these steps from earlier files.
 
 Sources: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto, tsl/lib/io/record_writer.h."""
 
@@ -17,7 +17,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 
 def make_crc32c_table() -> tuple[int, ...]:
-    """Of the 256 bytes, for the Castagnoli polynomial, bits reflected."""
+    """CRC-32C of the 256 bytes: Castagnoli polynomial, bits reflected."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -30,7 +30,7 @@ CRC32C_TABLE = make_crc32c_table()
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum of a TFRecord: rotated, so that data which holds checksums is checked as well as any other."""
+    """The checksum of a TFRecord, rotated so that data which contains checksums is protected as well."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = CRC32C_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -58,23 +58,23 @@ def encode_field(number: int, wire_type: int, payload: bytes) -> bytes:
 
 
 def encode_scalar(tag: str, value: float) -> bytes:
-    """A Summary.Value.  simple_value is a float32; what is beyond its range is infinite."""
+    """A Summary.Value.  simple_value is a float32; larger values become infinite."""
     narrowed = value if math.isnan(value) or abs(value) <= FLOAT32_MAX else math.copysign(math.inf, value)
     return encode_field(1, BYTES, tag.encode()) + encode_field(2, FIXED32, struct.pack("<f", narrowed))
 
 
 def encode_event(step: int, number: int, payload: bytes) -> bytes:
-    """An Event of now.  number: of its field for `payload`, 3 file_version, 5 summary or 7 session_log."""
+    """An Event with the current time.  number: field of `payload`, 3 file_version, 5 summary or 7 session_log."""
     wall_time = encode_field(1, FIXED64, struct.pack("<d", time.time()))
     return wall_time + encode_field(2, VARINT, encode_varint(step)) + encode_field(number, BYTES, payload)
 
 
 class EventFile:
-    """A new event file in `directory`.  first_step: from which on what earlier files have is void."""
+    """A new event file in `directory`.  first_step: invalidates earlier files from there on."""
 
     def __init__(self, directory: Path, first_step: int):
         directory.mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names; the number is for starts within one second.
+        # TensorBoard reads files in the order of their names; the number separates starts within one second.
         number = len(list(directory.glob("*tfevents*")))
         self.path = directory / f"events.out.tfevents.{int(time.time()):010}.{number:06}"
         self._file = open(self.path, "xb")  # noqa: SIM115

@@ -1,7 +1,7 @@
-"""Weights & Biases and trackio, which get the records of metrics.jsonl too.
+"""Sends the records of metrics.jsonl to Weights & Biases and trackio.
 
-A tracker never stops or slows a run: its package is imported and called in a daemon thread of its own, behind a queue
-that drops records when it is full.  What the thread has to say, the run's own thread prints with the next record."""
+A tracker never stops or slows a run: its package is imported and called in its own daemon thread, behind a queue that
+drops records when full.  The run's thread prints the tracker's messages with the next record."""
 
 import atexit
 import importlib.util
@@ -22,14 +22,14 @@ from spmd_lm.runtime.formatting import without_nan
 from spmd_lm.runtime.metrics import Record
 from spmd_lm.runtime.outputs import writing
 
-MAX_QUEUED = 1000  # records that wait for a tracker: more are dropped
-CLOSE_SECONDS = 10.0  # that the end of a run waits for all its trackers together
+MAX_QUEUED = 1000  # records per tracker: more are dropped
+CLOSE_SECONDS = 10.0  # for all trackers together, at the end of a run
 PROJECT = "spmd-lm"
 ID_FILE = "tracker_id"
 
 
 class TrackerRun(NamedTuple):
-    """A run as its tracker has it.  Its functions may block, and raise anything."""
+    """A run in its tracker.  These functions may block, and raise anything."""
 
     log: Callable[[dict[str, float], int], object]  # metrics, step
     finish: Callable[[int], object]  # exit code
@@ -38,10 +38,8 @@ class TrackerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a tracker is told of a run.  id: the same for every start of the run in this directory."""
-
     name: str
-    id: str
+    id: str  # equal for every attempt of the run in this directory
     config: dict[str, Any]
     directory: Path
 
@@ -50,7 +48,7 @@ def open_wandb(run: RunIdentity) -> TrackerRun:
     import wandb
 
     wandb.setup(settings=wandb.Settings(silent=True))  # before anything can ask for an API key on the terminal
-    timeout = {"finish_timeout": 0.8 * CLOSE_SECONDS, "finish_timeout_raises": True}  # what is left is on disk then
+    timeout = {"finish_timeout": 0.8 * CLOSE_SECONDS, "finish_timeout_raises": True}  # the rest is on disk then
     settings = wandb.Settings(silent=True, console="off", reinit="create_new", **timeout)
     opened = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -65,7 +63,7 @@ def open_wandb(run: RunIdentity) -> TrackerRun:
 
 
 def open_trackio(run: RunIdentity) -> TrackerRun:
-    """In trackio a run's name is its identity."""
+    """Opens a run under name and id: trackio identifies runs by name."""
     import trackio
 
     opened = trackio.init(
@@ -78,12 +76,12 @@ def open_trackio(run: RunIdentity) -> TrackerRun:
     return TrackerRun(opened.log, lambda exit_code: opened.finish(), None)
 
 
+# By run.trackers' names, which are also those of the packages.
 TRACKERS: dict[str, Callable[[RunIdentity], TrackerRun]] = {"wandb": open_wandb, "trackio": open_trackio}
-"""By the names that run.trackers has, which are also those of their packages."""
 
 
 def require_packages(names: Iterable[str]) -> None:
-    """ConfigError if a tracker's package is missing."""
+    """Raises ConfigError if a tracker's package is missing."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             *(f"run.trackers: {name} is not installed. pip install 'spmd-lm[{name}]'." for name in missing)
@@ -91,7 +89,7 @@ def require_packages(names: Iterable[str]) -> None:
 
 
 class ExitHooksOf:
-    """Equals any function of a package: atexit.unregister compares what is registered with its argument."""
+    """Equals any function of a package, for atexit.unregister, which compares by ==."""
 
     def __init__(self, package: str):
         self.package = package
@@ -103,12 +101,12 @@ class ExitHooksOf:
 
 
 def drop_exit_hooks(package: str) -> None:
-    """Nothing of this package runs when Python exits: with a server that is down, wandb 0.31 would wait 80 s."""
+    """Unregisters all of a package's atexit hooks: if its server is down, wandb 0.31 would wait 80 s."""
     atexit.unregister(ExitHooksOf(package))  # type: ignore[arg-type]
 
 
 class TrackerThread:
-    """One tracker of a run, and the thread in which it lives."""
+    """One tracker of a run, and its thread."""
 
     def __init__(self, name: str, run: RunIdentity):
         self.name, self._run = name, run
@@ -125,12 +123,12 @@ class TrackerThread:
             self._records.put(record)
 
     def end(self, exit_code: int) -> None:
-        """Asks the thread to end, after what is queued."""
+        """Asks the thread to end after the queued records."""
         self._exit_code = exit_code
         self._records.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread's end, and takes stock of it."""
+        """Waits for the thread's end, and reports losses."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._messages.put("did not finish in time, and is left behind")
@@ -140,7 +138,6 @@ class TrackerThread:
             self._messages.put(f"{lost} of {self._written} records were lost; {self._run.directory} has all of them")
 
     def messages(self) -> list[str]:
-        """What there is to say since the last call."""
         return [f"{self.name}: {self._messages.get()}" for _ in range(self._messages.qsize())]
 
     def _track(self) -> None:
@@ -152,7 +149,7 @@ class TrackerThread:
                 self._send(run, record)
             run.finish(self._exit_code)
             self._finished = True
-        except BaseException as error:  # a package may even exit: it ends its own thread alone
+        except BaseException as error:  # a package may even exit: that ends only its own thread
             self._report(error)
 
     def _send(self, run: TrackerRun, record: Record) -> None:
@@ -160,11 +157,11 @@ class TrackerThread:
         try:
             run.log(metrics, record["step"])
             self._sent += 1
-        except Exception as error:  # the next record may be lucky
+        except Exception as error:  # the next record may succeed
             self._report(error)
 
     def _report(self, error: BaseException) -> None:
-        """The first error alone: those after it have the same cause, mostly."""
+        """Reports the first error only: later ones usually have the same cause."""
         if not self._failed:
             self._failed = True
             text = " ".join(str(error).split())
@@ -172,10 +169,9 @@ class TrackerThread:
 
 
 class Trackers:
-    """All trackers of a run, until the end of the `with` block."""
+    """Trackers of a run, until the end of the `with` block."""
 
     def __init__(self, config: RunConfig, log: Callable[[str], None]):
-        """log: prints a message."""
         self._log = log
         self._threads: list[TrackerThread] = []
         if names := config.run.trackers:
@@ -187,7 +183,7 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Ctrl-C twice stops at once; else there is time to send the rest."""
+        """Sends the rest, unless Ctrl-C was pressed twice."""
         at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close(exit_code=0 if kind is None else 1, seconds=0.0 if at_once else CLOSE_SECONDS)
 
@@ -197,7 +193,7 @@ class Trackers:
         self._say()
 
     def close(self, exit_code: int, seconds: float) -> None:
-        """Waits until all is sent, `seconds` at most."""
+        """Waits until all is sent, at most `seconds`."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.end(exit_code)
@@ -212,7 +208,7 @@ class Trackers:
 
 
 def read_id(directory: Path) -> str:
-    """The id of the run in `directory`, under which a later start resumes it; made by the first start."""
+    """The id of the run in `directory`, made by the first attempt and used by later ones to resume."""
     path = directory / ID_FILE
     if not path.exists():
         with writing(path):

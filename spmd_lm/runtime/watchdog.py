@@ -1,10 +1,9 @@
-"""Notices a step, a save or an evaluation that does not end: a deadlock, a device or a file system that hangs, a
-process of the job that was stopped.
+"""Detects a step, a save or an evaluation that does not end: a deadlock, a device or a file system that hangs, a
+stopped process of the job.
 
-Heartbeats do not: they come from another thread than the one that hangs.  Of a process that was stopped they end too,
-and end the job with 8 where train.watchdog is more patient than they are.  The stacks of all threads go to standard
-error, with the process that lags, and this process ends with exit code 7, at once: a thread that waits for a collective
-cannot be interrupted."""
+Heartbeats do not: another thread sends them.  For a stopped process they end too, and end the job with code 8 if
+train.watchdog is more patient.  The stacks of all threads go to standard error, with the lagging process, and this
+process ends with exit code 7, at once: a thread that waits for a collective cannot be interrupted."""
 
 import faulthandler
 import itertools
@@ -26,17 +25,17 @@ from spmd_lm.runtime.processes import aborted, in_a_job, leave_job, leaving, pub
 
 TICK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
-END_SECONDS = 20.0  # for all that is said at the end
-STEPS = 100  # of which the median is taken
-PATIENCE = {"step": 1, "checkpoint": 15, "evaluation": 15}  # how many times the limit of a step each may take
+END_SECONDS = 20.0  # for all final messages
+STEPS = 100  # in the median
+PATIENCE = {"step": 1, "checkpoint": 15, "evaluation": 15}  # limits of activities, as multiples of a step's
 
 
 class StepWatch:
-    """Within the `with` block, ends the process if a step takes longer than max(factor x median step, minimum), or
-    another of PATIENCE as many times that.
+    """Ends the process if a step takes longer than max(factor x median step, minimum), or another activity longer than
+    its multiple in PATIENCE.
 
-    activity: what the process is at; whatever PATIENCE does not have may last.  on_hang: called before the end, with
-    what to say."""
+    activity: the current one; activities not in PATIENCE have no limit.
+    on_hang: called with a message before the end."""
 
     def __init__(self, limits: Watchdog, activity: Callable[[], str], on_hang: Callable[[str], None]):
         self._limits, self._activity, self._on_hang = limits, activity, on_hang
@@ -54,14 +53,12 @@ class StepWatch:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
 
-    def beat(self, step: int) -> None:
-        """After a step; `step`: how many are done."""
+    def beat(self, step: int) -> None:  # step: the number of steps done
         now = time.monotonic()
         self._seconds.append(now - self._last)
         self._last, self._step = now, step
 
-    def limit(self) -> float:
-        """Seconds, of a step."""
+    def limit(self) -> float:  # of a step, in seconds
         median = statistics.median(self._seconds) if self._seconds else 0.0
         return max(self._limits.factor * median, self._limits.minimum)
 
@@ -72,13 +69,13 @@ class StepWatch:
             ticked = now
             activity = self._activity()
             is_same, before_that = activity == before_that, activity
-            # A tick is late where this process was stopped: that time does not count.
+            # A late tick means that this process was stopped: that time does not count.
             self._last = min(now, self._last + max(0.0, now - before - TICK_SECONDS)) if is_same else now
             if now - self._last > PATIENCE.get(activity, math.inf) * self.limit():
                 self._end(activity, now - self._last)
 
     def _publish(self) -> None:
-        """Tells the other processes how far this one is; a coordinator that was stopped takes this thread with it."""
+        """Tells the other processes about this one's progress, in a thread that a stopped coordinator may block."""
         with suppress(Exception):  # the coordinator has ended, which ends this process too
             for ticks in itertools.count():
                 publish("watchdog", json.dumps([self._step, ticks]))
@@ -89,7 +86,7 @@ class StepWatch:
         leaving.set()
         step = f"step {self._step + 1}" if activity == "step" else f"the {activity} of step {self._step + 1}"
         what = f"{step} has not ended in {format_duration(seconds)} (train.watchdog)"
-        last = threading.Timer(END_SECONDS, os._exit, [int(Exit.HANG)])  # what hangs may be a file system or a terminal
+        last = threading.Timer(END_SECONDS, os._exit, [int(Exit.HANG)])  # a file system or terminal may hang
         last.daemon = True
         last.start()
         try:
@@ -102,7 +99,7 @@ class StepWatch:
             os._exit(Exit.HANG)
 
     def _lagging(self) -> str:
-        """Which process the others wait for."""
+        """The process that the others wait for."""
         answers: list[dict[int, list[int]]] = []
 
         def ask() -> None:

@@ -1,4 +1,4 @@
-"""The options that XLA compiles a step with: those of run.compiler_options, or of a table by hardware."""
+"""XLA options for compiling a step: run.compiler_options, or a table by hardware."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ class Option(NamedTuple):
 
 
 class HardwareOptions(NamedTuple):
-    """Options for some hardware; xla_options.yaml says what each field means."""
+    """Options for some hardware; xla_options.yaml explains the fields."""
 
     platform: str
     options: dict[str, Value]
@@ -44,22 +44,22 @@ class HardwareOptions(NamedTuple):
 
     @property
     def is_set(self) -> bool:
-        """Whether this process has the environment that the options need."""
+        """True if this process has the environment variable that the options need."""
         name, _, needed = self.environment.partition("=")
         return needed.lstrip("-") in _effective_flags(os.environ.get(name, ""))
 
     def advice(self, *, absent: bool) -> str:
-        """How a process gets the environment that it does not have."""
+        """Advice on how to set the missing environment variable."""
         name, _, value = self.environment.partition("=")
         add = f"add {value} to {name} of every process before it starts, so that {self.reason}"
         return f"xla     where this runs, {add}" if absent else f"xla     options are not set: {add}"
 
 
 def _effective_flags(arguments: str) -> list[str]:
-    """NAME=VALUE of each flag, without dashes: of one that is given twice the last."""
+    """NAME=VALUE of each flag, without dashes; the last of repeated ones."""
     try:
         flags = [argument.lstrip("-") for argument in shlex.split(arguments)]
-    except ValueError:  # a quotation without an end
+    except ValueError:  # an unclosed quotation
         return []
     return list({flag.partition("=")[0]: flag for flag in flags}.values())
 
@@ -71,12 +71,9 @@ def table() -> tuple[HardwareOptions, ...]:
 
 
 class XlaOptions(NamedTuple):
-    """advice: lines about options that need another environment than this process has.  deterministic: those of the
-    options that run.deterministic asks for, which every program of a run needs."""
-
     options: list[Option]
-    advice: list[str]
-    deterministic: dict[str, Value]
+    advice: list[str]  # lines about options that need another environment
+    deterministic: dict[str, Value]  # options of run.deterministic, needed by every program of a run
 
     @property
     def values(self) -> dict[str, Value]:
@@ -88,8 +85,8 @@ class XlaOptions(NamedTuple):
 
 
 def options_for(setting: Setting, platform: str, kind: str, *, absent: bool, deterministic: bool = False) -> XlaOptions:
-    """Those of `setting` for a device of this platform and kind.  absent: it is compiled for, not run on.
-    deterministic: as run.deterministic."""
+    """Options of `setting` for a device of this platform and kind.
+    absent: compiled for, but not run on.  deterministic: run.deterministic."""
     own = setting if isinstance(setting, dict) else {}
     fitting = [row for row in table() if row.fits(platform, kind, absent=absent)]
     rows = [row for row in fitting if (deterministic if row.deterministic else row.required or setting == "auto")]

@@ -23,7 +23,7 @@ from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, subset_of
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
-from spmd_lm.runtime.first_execution import alone_at_first
+from spmd_lm.runtime.first_execution import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
@@ -198,7 +198,7 @@ class Program:
 
     def _make_eval_step(self, head: Callable[..., LossDict]) -> Callable:
         options = self.xla_options.deterministic
-        return alone_at_first(make_eval_step(self.config, self.model, self.plan, self.schedule, head, options))
+        return exclusive_first_call(make_eval_step(self.config, self.model, self.plan, self.schedule, head, options))
 
     @functools.cached_property
     def forward(self):
@@ -246,7 +246,7 @@ class Program:
 
     @functools.cached_property
     def _execute(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-        return alone_at_first(self.compiled)
+        return exclusive_first_call(self.compiled)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update.  `state` is donated."""

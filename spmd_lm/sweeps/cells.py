@@ -1,7 +1,7 @@
-"""The cells of a sweep: each is a run, in a directory of its own, which says how far it is.
+"""The cells of a sweep: each is a run in a directory of its own, which records its state.
 
-A cell's directory, cells/ID/, holds what any run's does, and its output, output.log.  `exit.json` is there once its
-process has ended other than done: a run that fails before it starts writes no status."""
+A cell's directory, cells/ID/, holds a run's files, and its output, output.log.  `exit.json` exists once its process has
+ended unfinished: a run that fails before it starts writes no status."""
 
 import json
 import os
@@ -21,8 +21,7 @@ from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.sweeps.sweep_file import CELL_KEYS, SweepFile, Values
 
-IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
-"""Keys, as lines of `check_compatible` begin, that have no effect on what a run learns."""
+IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")  # prefixes of keys that do not affect learning
 
 STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
@@ -30,19 +29,15 @@ MAX_END_BYTES = 2**16  # of exit.json, and of the end of output.log
 
 
 class Outcome(NamedTuple):
-    """How far a cell is.  reason: why it failed; '' otherwise."""
-
     status: str  # pending | running | interrupted | preempted | failed | done
     exit_code: int | None = None
-    reason: str = ""
+    reason: str = ""  # why it failed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of the sweep.  values: of the keys that vary, by section.key."""
-
     id: str
-    values: Values
+    values: Values  # of the keys that vary
     config: RunConfig
 
     @property
@@ -50,7 +45,6 @@ class Cell:
         return self.config.run.directory
 
     def outcome(self) -> Outcome:
-        """What its directory says."""
         try:
             status = Status.read(self.directory)
         except CheckpointError as error:
@@ -65,13 +59,12 @@ class Cell:
         return Outcome("interrupted" if status else "pending")
 
     def prepare(self) -> None:
-        """Writes what its process starts from.  Its former end is forgotten."""
+        """Writes the files that its process starts from, and forgets its former end."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_config(self.config, self.directory)
         (self.directory / "exit.json").unlink(missing_ok=True)
 
     def after_exit(self, code: int) -> Outcome:
-        """How far it is after its process has ended with this exit code."""
         if code == Exit.DONE and (outcome := self.outcome()).status in ("done", "failed"):
             return outcome
         if code in STOPPED:
@@ -79,14 +72,14 @@ class Cell:
         return Outcome("failed", code or int(Exit.CHECK_FAILED), self._reason(code))
 
     def record(self, outcome: Outcome) -> None:
-        """Keeps an outcome that its run's own files do not tell."""
+        """Saves an outcome that the run's own files do not show."""
         if outcome.status != "done":
             ended = {"exit_code": outcome.exit_code, "reason": outcome.reason}
             with writing(self.directory / "exit.json"):
                 write_atomically(self.directory / "exit.json", json.dumps(ended) + "\n")
 
     def _reason(self, code: int) -> str:
-        """The last error that its output has, or else its last line; or the signal that killed it."""
+        """The last error in its output, or its last line; or the signal that killed it."""
         lines: list[str] = []
         with suppress(OSError), open(self.directory / "output.log", "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_END_BYTES))
@@ -99,9 +92,8 @@ class Cell:
 
 
 def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ()) -> list[Cell]:
-    """The cells that `when` leaves, valid each by itself.  overrides: of all cells.
-
-    Raises ConfigError with every problem once, and the cells that have it."""
+    """The cells that `when` selects, each valid by itself.  overrides: of all cells.  Raises ConfigError with every
+    problem once, and the cells that have it."""
     combinations = sweep.combinations()
     if sweep.conditions:
         base = _base_values(sweep, [values for _, values in combinations], overrides)
@@ -122,7 +114,7 @@ def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ())
 
 
 def _check_overrides(sweep: SweepFile, varied: Iterable[str], overrides: Sequence[str]) -> None:
-    """ConfigError if one of them would win over what the sweep sets: a key, a whole section, or a part of a value."""
+    """Raises ConfigError if one overrides a key of the sweep, a whole section, or a part of a value."""
     for override in overrides:
         path = override.partition("=")[0]
         for key in (*varied, *sweep.constants, *CELL_KEYS):
@@ -133,7 +125,7 @@ def _check_overrides(sweep: SweepFile, varied: Iterable[str], overrides: Sequenc
 
 
 def raise_faults(faults: dict[str, list[str]], cells: int) -> None:
-    """ConfigError with each problem and the IDs of the cells that have it, if there is one."""
+    """Raises ConfigError with each problem and the IDs of its cells, if there are any."""
     if not faults:
         return
     lines = [f"{problem} ({_which(ids, cells)})" for problem, ids in faults.items()]
@@ -154,7 +146,7 @@ def _load(sweep: SweepFile, values: Values, overrides: Sequence[str]) -> RunConf
 
 
 def _base_values(sweep: SweepFile, combinations: Iterable[Values], overrides: Sequence[str]) -> Values:
-    """Every key of the first cell that is valid: its values stand for those of the keys that no cell sets."""
+    """Values of all keys in the first valid cell, which stand for the keys that no cell sets."""
     errors = []
     for values in combinations:
         try:
@@ -181,9 +173,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Values:
 
 
 def different_recipes(cells: Iterable[Cell]) -> list[str]:
-    """The cells that were trained, as far as they are, with other settings than the sweep has now, a line each.
-
-    A cell whose status is damaged fails by itself.  ConfigError if one has no readable configuration."""
+    """A line for each setting of a started cell that differs from the sweep's.  A cell whose status is damaged fails by
+    itself.  Raises ConfigError if one has no readable configuration."""
     from spmd_lm.checkpoints.saved_run import check_compatible  # imports jax
 
     lines = []

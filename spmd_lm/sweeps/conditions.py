@@ -35,7 +35,7 @@ LONGEST = 1000  # characters
 
 
 class Condition:
-    """One expression.  ConfigError, without the name of its file, if it is none."""
+    """An expression of `when`.  Raises ConfigError, without the name of its file, for an invalid one."""
 
     def __init__(self, text: str):
         self.text = text
@@ -50,8 +50,8 @@ class Condition:
             ) from error
 
     def holds(self, keys: Mapping[str, Any]) -> bool:
-        """Whether it is true of these values, by section.key.  ConfigError where it names another key, or compares what
-        cannot be compared."""
+        """Evaluates with values by section.key.  Raises ConfigError for an unknown key, or values that cannot be
+        compared."""
         try:
             return bool(self._value(self._tree, keys))
         except ConfigError:  # a ValueError too

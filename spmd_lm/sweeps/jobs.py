@@ -1,7 +1,7 @@
-"""Where the cells of a sweep run: as processes of this machine, or as jobs of a SLURM cluster.
+"""Backends that run the cells of a sweep: processes of this machine, or jobs of a SLURM cluster.
 
-Both have `start`, `poll` and `stop`.  A local process is told to stop when the sweep stops; a job in SLURM's queue goes
-on without it, and the next sweep finds it by the number in its cell's directory."""
+A local process is stopped with the sweep; a SLURM job continues without it, and the next sweep finds it by the number
+in its cell's directory."""
 
 import os
 import re
@@ -26,38 +26,39 @@ from spmd_lm.runtime.programs import ask
 from spmd_lm.sweeps.cells import Cell
 
 JOB_FILE = "slurm_job"  # in a cell's directory
-SLURM_SECONDS = 120.0  # of SLURM, whose commands try again for a minute where its controller is busy
+SLURM_SECONDS = 120.0  # for SLURM, whose commands retry for a minute if its controller is busy
 
 
 class Jobs(Protocol):
-    name: str  # of where they run, for messages
-    outlive_sweep: bool  # whether they go on when the sweep is stopped
+    name: str  # for messages
+    outlive_sweep: bool  # they continue when the sweep is stopped
 
-    def start(self, cell: Cell, slot: int) -> None:
-        """slot: which of the cells that run at once this is."""
+    def start(self, cell: Cell, slot: int) -> None: ...  # slot: index among concurrent cells
 
     def poll(self, cell: Cell) -> int | None:
-        """The exit code of a cell that was started, once it has ended."""
+        """The exit code of a started cell, or None while it runs."""
 
     def stop(self, number: signal.Signals) -> None:
-        """Tells all that run, once."""
+        """Sends a signal to all running cells, once."""
 
 
 def devices_used(p: Parallel, most: int) -> int:
-    """What a layout asks for, where it says so; otherwise all that there are, at most as many."""
+    """The devices that a layout uses: all for data: -1; otherwise its product, at most all."""
     return most if p.data == -1 else min(p.pipe * p.replica * p.data * p.model, most)
 
 
 class LocalJobs:
-    """A process for each cell, `spmd-lm train cells/ID/config.yaml`.  gpus: those of each slot, as CUDA_VISIBLE_DEVICES
-    names them; none on a machine without.  environment: of all that use them."""
+    """A process for each cell, `spmd-lm train cells/ID/config.yaml`.
+
+    gpus: of each slot, as in CUDA_VISIBLE_DEVICES; empty on a machine without.
+    environment: of all processes that use them."""
 
     name, outlive_sweep = "this machine", False
 
     def __init__(self, gpus: Sequence[Sequence[str]] = (), environment: Mapping[str, str] = MappingProxyType({})):
         self._gpus, self._environment = gpus, environment
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._told: set[tuple[str, int]] = set()  # IDs, and signals
+        self._told: set[tuple[str, int]] = set()  # (ID, signal)
 
     def start(self, cell: Cell, slot: int) -> None:
         environment = os.environ | {PARENT: str(os.getpid())}
@@ -75,7 +76,7 @@ class LocalJobs:
     def poll(self, cell: Cell) -> int | None:
         code = self._processes[cell.id].poll()
         if code in (-signal.SIGTERM, -signal.SIGHUP) and (cell.id, -code) in self._told:
-            return int(Exit.PREEMPTED)  # told while Python started: there was nothing to save
+            return int(Exit.PREEMPTED)  # stopped while Python started: there was nothing to save
         return 128 - code if code is not None and code < 0 else code
 
     def stop(self, number: signal.Signals) -> None:
@@ -86,9 +87,8 @@ class LocalJobs:
 
 
 class SlurmJobs:
-    """A job for each cell, `sbatch SCRIPT train cells/ID/config.yaml`, with SCRIPT's nodes, time and partition.
-
-    ConfigError where there is no SLURM, or no script."""
+    """A job for each cell, `sbatch SCRIPT train cells/ID/config.yaml`, with SCRIPT's nodes, time and partition.  Raises
+    ConfigError without SLURM or the script."""
 
     name, outlive_sweep = "SLURM", True
 
@@ -100,13 +100,13 @@ class SlurmJobs:
         if not script.is_file():
             raise ConfigError(f"--submit slurm: no {script} here. Copy it from the repository, and edit its head.")
         self._script, self._seconds = script, seconds_between_polls
-        self._queue: set[str] = set()  # numbers of jobs, as of the last time that SLURM was asked
+        self._queue: set[str] = set()  # numbers of jobs, when SLURM was last asked
         self._asked = -self._seconds
 
     def start(self, cell: Cell, slot: int) -> None:
         with suppress(OSError):
             if _job_number(cell) in self._queued():
-                return  # of a sweep that was stopped
+                return  # submitted by a sweep that was stopped
         options = [f"--job-name={cell.config.run.name}", f"--output={cell.directory.resolve() / 'output.log'}"]
         command = ["sbatch", "--parsable", *options, str(self._script), "train", str(cell.directory / CONFIG_FILE)]
         try:
@@ -116,7 +116,7 @@ class SlurmJobs:
         said = " ".join(answer.split())[:300]
         if code:
             raise ConfigError(f"sbatch refused the job: {said}. Edit the head of {self._script}.")
-        # Beside warnings; NUMBER;CLUSTER where there are several.
+        # The number, or NUMBER;CLUSTER, may stand among warnings.
         if not (number := re.search(r"^([0-9]{1,10})(;\S*)?$", answer, re.MULTILINE)):
             raise ConfigError(
                 f"sbatch does not say a job's number, but: {said}. Submit {self._script} by hand, and see."
@@ -129,11 +129,10 @@ class SlurmJobs:
             return None
         return self._exit_code(cell)
 
-    def stop(self, number: signal.Signals) -> None:
-        """They stay in the queue."""
+    def stop(self, number: signal.Signals) -> None: ...  # jobs stay in the queue
 
     def _exit_code(self, cell: Cell) -> int:
-        """SLURM's, while it remembers the job, or the run's own; 1 if neither says it."""
+        """SLURM's exit code, while it remembers the job, or the run's own; 1 if neither is known."""
         number = _job_number(cell)
         job = ""
         with suppress(OSError):

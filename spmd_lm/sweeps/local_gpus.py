@@ -1,5 +1,5 @@
-"""Which of a machine's GPUs each job of a sweep sees: some of its own, or, where jobs are more than GPUs, one that it
-shares."""
+"""Assigns a machine's GPUs to the jobs of a sweep: several to a job, or, if jobs outnumber GPUs, one shared by
+several."""
 
 import os
 import re
@@ -9,21 +9,18 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import pluralize
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, ALLOCATOR, FRACTION, NEW_FRACTION, UNLIMITED
 
-LEAST_PERCENT = 2  # of a GPU's memory; CUDA itself takes about as much of a small one for each process
-NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its beginning, as CUDA knows them
+LEAST_PERCENT = 2  # of a GPU's memory per job; CUDA itself takes about as much of a small one
+NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its prefix, as CUDA accepts
 
 
 class GpuShare(NamedTuple):
-    """gpus: of each job, as CUDA_VISIBLE_DEVICES names them.  environment: of all jobs.  line: what a user is told, ''
-    for one job that has all."""
-
-    gpus: list[list[str]]
-    environment: dict[str, str]
-    line: str
+    gpus: list[list[str]]  # of each job, as in CUDA_VISIBLE_DEVICES
+    environment: dict[str, str]  # of all jobs
+    line: str  # for the user; '' if one job has all
 
 
 def share_gpus(devices: int, jobs: int) -> GpuShare:
-    """devices: GPUs that jax finds.  ConfigError for jobs that would not be alike, or GPUs that have no names."""
+    """devices: GPUs that jax finds.  Raises ConfigError if jobs would not be alike, or GPUs have no names."""
     names = gpu_names(devices)
     what = f"--jobs {jobs} on {pluralize(devices, 'GPU')}"
     if devices % jobs == 0:
@@ -47,16 +44,15 @@ def share_gpus(devices: int, jobs: int) -> GpuShare:
 
 
 def caller_limits_memory() -> bool:
-    """Whether the environment says how much of a GPU's memory a process takes, as jax reads it."""
+    """True if the environment limits a process's share of GPU memory, as jax reads it."""
     takes_it_as_needed = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
     has_no_limit = os.environ.get(ALLOCATOR, "").lower() in UNLIMITED
     return takes_it_as_needed or has_no_limit or any(map(os.environ.get, (FRACTION, NEW_FRACTION)))
 
 
 def gpu_names(devices: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the GPUs that jax finds.  CUDA reads it up to the first entry that is none.
-
-    ConfigError where it, or jax's own list beside it, says which these are in another way."""
+    """Names of jax's GPUs for CUDA_VISIBLE_DEVICES, which CUDA reads up to the first invalid entry.  Raises ConfigError
+    if environment variables select GPUs in another way."""
     own = os.environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
     if own != "all":
         raise ConfigError(

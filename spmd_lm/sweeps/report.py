@@ -27,8 +27,11 @@ def make_report(
     runs: Mapping[str, RunFiles],
     published: Mapping[str, Any],
 ) -> str:
-    """The page as HTML.  records: of `CellTable`, in the order of `cells`.  runs: those that have started, by ID.
-    published: as in the sweep's file."""
+    """The page as HTML.
+
+    records: of `CellTable`, in the order of `cells`.
+    runs: of started cells, by ID.
+    published: from the sweep's file."""
     counts = Counter(record["status"] for record in records)
     page = Page(f"Sweep {name}", f"{pluralize(len(cells), 'cell')}: {_list_counts(counts)}")
     page.section("", _facts(cells, records), *_failures(records))
@@ -45,7 +48,7 @@ def _list_counts(counts: Counter[str]) -> str:
 
 
 def _facts(cells: Sequence[Cell], records: Sequence[Record]) -> Content:
-    """The best of what the cells found.  MFU is left out on simulated devices: each start measures its CPU's peak."""
+    """The best figures of all cells.  MFU is left out on simulated devices: each start measures its CPU's peak."""
     found: dict[str, object] = {}
     figures = [
         ("eval_loss", "lowest evaluation loss", min, "{:.4f}".format),
@@ -71,7 +74,7 @@ def _failures(records: Sequence[Record]) -> Iterator[Content]:
 
 
 def _cell_table(cells: Sequence[Cell], records: Sequence[Record]) -> Content:
-    """Of each cell: what varies, and what was found."""
+    """A row for each cell: the keys that vary, and its figures."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell.values))
     formats: dict[str, Callable[[Any], str]] = {
         "devices": str,
@@ -95,7 +98,7 @@ def _cell_table(cells: Sequence[Cell], records: Sequence[Record]) -> Content:
 
 
 def _curves(cells: Sequence[Cell], runs: Mapping[str, RunFiles]) -> Iterator[Content]:
-    """All metrics over steps and, where cells see different numbers of tokens in a step, the loss over tokens."""
+    """Metrics over steps and, if cells differ in tokens per step, the loss over tokens."""
     started = {cell_id: run.records for cell_id, run in list(runs.items())[:MOST_CURVES] if run.records}
     if not started:
         return
@@ -125,7 +128,7 @@ def _costs(records: Sequence[Record], runs: Mapping[str, RunFiles]) -> Iterator[
 
 
 def _scaling(cells: Sequence[Cell], records: Sequence[Record], published: Mapping[str, Any]) -> Iterator[Content]:
-    """Efficiencies measured here, and published ones beside them."""
+    """Measured efficiencies, beside published ones."""
     found = efficiencies(cells, records)
     if found is None:
         return

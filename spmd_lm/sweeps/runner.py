@@ -1,7 +1,7 @@
-"""Runs the cells of a sweep, so many at once, until all are done or the sweep is stopped.
+"""Runs the cells of a sweep, a limited number at once, until all are done or the sweep is stopped.
 
-What is done stays done: the same command leaves finished cells alone, resumes interrupted ones from their newest
-checkpoint, and tries failed ones again."""
+The same command leaves finished cells alone, resumes interrupted ones from their newest checkpoint, and retries failed
+ones."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ BEGINNINGS = {"interrupted": "resuming", "preempted": "resuming", "failed": "try
 
 
 class Runner:
-    """log: prints a line.  is_first: whether this process writes the cells' files, as the first one of a job does."""
+    """log: prints a line.  is_first: this process writes the cells' files, as the first one of a job does."""
 
     def __init__(
         self, cells: Sequence[Cell], jobs: Jobs, at_once: int, log: Callable[[str], None], is_first: bool = True
@@ -34,8 +34,7 @@ class Runner:
         self._waiting = deque(cell for cell in cells if self.outcomes[cell.id].status != "done")
 
     def run(self, signals: StopSignals, on_change: Callable[[], None]) -> Exit:
-        """The exit code of the sweep: that of a signal, 3 if a cell was preempted, 1 if one failed, else 0.
-
+        """The exit code of the sweep: a signal's, 3 if a cell was preempted, 1 if one failed, else 0.
         on_change: called whenever a cell has started or ended."""
         if done := self._done():
             self._log(f"{done} of {pluralize(len(self._cells), 'cell')} are done already")
@@ -71,7 +70,7 @@ class Runner:
         return sum(outcome.status == "done" for outcome in self.outcomes.values())
 
     def _start_waiting(self) -> bool:
-        """Starts what has a free slot, and whose directory no process of a killed sweep still holds."""
+        """Starts waiting cells in free slots, unless a process of a killed sweep still holds their directory."""
         started = False
         for _ in range(len(self._waiting)):
             if not self._free_slots:
@@ -93,13 +92,13 @@ class Runner:
             started = True
         return started
 
-    def _start(self, cell: Cell, how: str) -> None:
+    def _start(self, cell: Cell, action: str) -> None:
         slot = self._free_slots[-1]
         try:
             if self._is_first:
                 cell.prepare()
             self._jobs.start(cell, slot)
-        except OSError as error:  # a file in the way, no permission: the other cells may be well
+        except OSError as error:  # a file in the way, no permission: other cells may still run
             reason = f"{error.filename or cell.directory}: {error.strerror}. Mend that, and start the sweep again."
             self.outcomes[cell.id] = Outcome("failed", int(Exit.CONFIG), reason)
             self._log(f"{cell.id}: failed, exit code {int(Exit.CONFIG)}: {reason}")
@@ -107,7 +106,7 @@ class Runner:
         self._free_slots.pop()
         self._running[cell.id] = cell, slot, time.monotonic()
         self.outcomes[cell.id] = Outcome("running")
-        self._log(f"{cell.id}: {how} on {self._jobs.name}")
+        self._log(f"{cell.id}: {action} on {self._jobs.name}")
 
     def _collect_ended(self) -> bool:
         changed = False
@@ -118,7 +117,7 @@ class Runner:
             if self._is_first:
                 outcome = cell.after_exit(code)
                 cell.record(outcome)
-            else:  # the first process may still be writing what it did
+            else:  # the first process may still be writing the outcome
                 outcome = cell.after_exit(code) if code else Outcome("done", 0)
             self.outcomes[cell.id] = outcome
             del self._running[cell.id]

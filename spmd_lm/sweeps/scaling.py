@@ -1,4 +1,4 @@
-"""What a sweep says of scaling: how efficiently its cells use more devices, and how loss falls with size and data."""
+"""A sweep's scaling: the efficiency of more devices, and loss against size and data."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,22 +7,18 @@ from typing import NamedTuple
 from spmd_lm.runtime.metrics import Record
 from spmd_lm.sweeps.cells import Cell
 
-Series = dict[str, dict[int, float]]
-"""Efficiencies by the name of a series, and the number of devices."""
+Series = dict[str, dict[int, float]]  # efficiencies by series and number of devices
 
 
 class Efficiencies(NamedTuple):
-    """strong: whether all cells do the same work.  simulated: whether their devices are one machine's cores, which more
-    devices do not make faster: the efficiency is then that of the machine, not per device."""
-
     measured: Series
-    strong: bool
-    simulated: bool
+    strong: bool  # all cells do the same work
+    simulated: bool  # devices are one machine's cores, so the efficiency is the machine's, not per device
 
 
 def efficiencies(cells: Sequence[Cell], records: Sequence[Mapping]) -> Efficiencies | None:
-    """Model FLOP/s per device, relative to the cell with the fewest devices; None if all have the same number, or the
-    devices are not known.  Of cells with the same layout's kind and devices the fastest counts."""
+    """Model FLOP/s per device, relative to the cell with the fewest devices; None if all have the same number, or it is
+    unknown.  Among cells with the same kind of layout and devices, the fastest counts."""
     timed = [
         (cell, record)
         for cell, record in zip(cells, records, strict=True)
@@ -54,7 +50,7 @@ def _speed(record: Mapping, simulated: bool) -> float:
 
 
 def losses(records: Sequence[Record]) -> list[tuple[int, int, float]]:
-    """(parameters, tokens, loss) of the finished cells, for a scaling law; of evaluations, where all have them."""
+    """(parameters, tokens, loss) of the finished cells, for a scaling law; evaluation losses if all have them."""
     done = [r for r in records if r["status"] == "done" and r.get("parameters") and r.get("tokens")]
     key = "eval_loss" if all(record.get("eval_loss") is not None for record in done) else "loss"
     return [(r["parameters"], r["tokens"], r[key]) for r in done if r.get(key) is not None]

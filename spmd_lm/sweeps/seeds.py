@@ -1,4 +1,4 @@
-"""`spmd-lm train --seeds N`: the sweep whose only key is train.seed, and the median of its metrics.
+"""`spmd-lm train --seeds N`: a sweep over train.seed, and the median of its metrics.
 
 A fine-tuned model's metrics depend on the seed, and papers report the median of five (arXiv:1810.04805, section 4;
 arXiv:1909.08053, section 5.3)."""
@@ -22,10 +22,9 @@ from spmd_lm.sweeps.sweep_file import MOST_CELLS
 def train_seeds(
     config: RunConfig, count: int, signals: StopSignals, log: Callable[[str], None]
 ) -> tuple[Exit, dict[str, Any]]:
-    """Trains run.dir/cells/seed-N for `count` seeds from train.seed on, one after the other.  Finished runs are left
-    alone, so that the same command resumes after a stop.
-
-    Returns the exit code and, if all are done, each metric of the last evaluation by seed, with its median."""
+    """Trains run.dir/cells/seed-N for `count` seeds from train.seed on, one after the other, except finished ones, so
+    that the same command resumes after a stop.  Returns the exit code and, if all are done, each metric of the last
+    evaluation by seed, with its median."""
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")
     if count > MOST_CELLS:
@@ -56,7 +55,7 @@ def _cell(config: RunConfig, seed: int) -> Cell:
 
 
 def _last_evaluation(cell: Cell) -> dict[str, float]:
-    """The metrics of a finished run's last step."""
+    """Evaluation metrics of a finished run's last step."""
     path, steps = cell.directory / "metrics.jsonl", cell.config.train.steps
     last = next((record for record in reversed(read_records(path)) if record["step"] == steps), {})
     if not is_number(last.get("eval_loss")):

@@ -1,7 +1,7 @@
 """`spmd-lm sweep`: from a sweep's file to an exit code.
 
-runs/sweeps/NAME/ holds cells/ID/, a run each, cells.csv, cells.parquet and report.html; sweep.yaml says whose directory
-it is."""
+runs/sweeps/NAME/ holds cells/ID/, a run each, cells.csv, cells.parquet and report.html; sweep.yaml records the
+owner."""
 
 import json
 import os
@@ -37,7 +37,7 @@ PROBE = "import jax, json; print(json.dumps([jax.default_backend(), jax.local_de
 
 
 class Machine(NamedTuple):
-    """The devices of this machine, of which the sweep itself uses none."""
+    """The devices of this machine, none of which the sweep itself uses."""
 
     platform: str
     devices: int
@@ -50,11 +50,14 @@ def directory_of(sweep: SweepFile) -> Path:
 def run_sweep(
     path: Path, overrides: Sequence[str], at_once: int | None, submit: str | None, signals: StopSignals, log: Log
 ) -> tuple[Exit, list[Record]]:
-    """Runs what is not done yet of the sweep in this file; returns its exit code and a record for each cell.
+    """Runs the unfinished cells of the sweep in this file; returns its exit code and a record for each cell.
 
-    overrides: of every cell.  at_once: cells that run together; default: one here, all in SLURM.  submit: slurm, or
-    None for this machine.  Raises ConfigError, before anything is started or written, for a file or a cell that cannot
-    be, a directory of another sweep or in use, or a missing SLURM."""
+    overrides: of every cell.
+    at_once: concurrent cells; default: one here, all in SLURM.
+    submit: slurm, or None for this machine.
+
+    Raises ConfigError, before anything is started or written, for an invalid file or cell, a directory of another sweep
+    or in use, or a missing SLURM."""
     sweep = read_sweep(path)
     directory = directory_of(sweep)
     cells = make_cells(sweep, directory, overrides)
@@ -81,11 +84,11 @@ def run_cells(
     log: Log,
     published: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Exit, list[Record]]:
-    """Runs these cells, keeping the tables in `directory` current; at the end writes report.html.  published: as in a
+    """Runs these cells, keeping the tables in `directory` current; at the end writes report.html.  published: from the
     sweep's file."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # of this process, which plans: accelerators are for the cells
+    jax.config.update("jax_platforms", "cpu")  # this process only plans: accelerators are for the cells
     is_first = is_first_process()
     runner, table = Runner(cells, jobs, at_once, log if is_first else lambda _: None, is_first), CellTable(cells)
 
@@ -105,7 +108,6 @@ def run_cells(
 
 @contextmanager
 def writing_in(directory: Path) -> Iterator[None]:
-    """ConfigError where a file of the sweep's own cannot be written, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -114,8 +116,8 @@ def writing_in(directory: Path) -> Iterator[None]:
 
 
 def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
-    """Processes of this machine, with a share of its GPUs each, which is logged.  ConfigError if a cell cannot be laid
-    out on them."""
+    """Processes of this machine, each with its share of GPUs, which is logged.  Raises ConfigError if a cell's layout
+    does not fit."""
     if all(cell.config.run.simulate_devices for cell in cells):
         return LocalJobs()
     machine = probe()
@@ -136,7 +138,7 @@ def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
 
 
 def probe() -> Machine:
-    """Asks a process of its own, since a TPU or a GPU's memory belongs to whoever asks."""
+    """Finds devices in a process of its own, since whoever asks holds the TPU or GPU memory."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -145,13 +147,13 @@ def probe() -> Machine:
 
 
 def owner(sweep: SweepFile, cells: Sequence[Cell]) -> dict[str, Any]:
-    """What a sweep's directory keeps of it.  More values may come later; other keys are another sweep."""
+    """The identity of a sweep's directory.  Values may be added later, but not keys."""
     config = os.path.relpath(sweep.config)  # however the sweep's file was named
     return {"name": sweep.name, "config": config, "keys": sorted({key for c in cells for key in c.values})}
 
 
 def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> None:
-    """ConfigError if the directory is that of another sweep."""
+    """Raises ConfigError if the directory is another sweep's."""
     path, own = directory / "sweep.yaml", owner(sweep, cells)
     if not path.exists():
         return
@@ -162,7 +164,7 @@ def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> Non
 
 
 def read_owner(path: Path) -> dict[str, Any]:
-    """The `owner` that a sweep.yaml has.  ConfigError if it is damaged."""
+    """The `owner` in a sweep.yaml.  Raises ConfigError if it is damaged."""
     try:
         saved, _ = syntax.read(read_bytes(path, MAX_CHARACTERS).decode())
     except (OSError, UnicodeDecodeError):
@@ -176,14 +178,14 @@ def read_owner(path: Path) -> dict[str, Any]:
 
 
 def check_recipes(cells: Sequence[Cell]) -> None:
-    """ConfigError if cells were trained, as far as they are, with other settings than they have now."""
+    """Raises ConfigError if cells were trained with other settings than they have now."""
     if lines := different_recipes(cells):
         header = "cells were trained with other settings (then -> now):"
         raise ConfigError("\n".join([header, *lines, "Restore these values, or choose another name."]))
 
 
 def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list[Record]:
-    """What `run_sweep` would run, and what `plan` says of each where its devices are known; writes nothing."""
+    """The cells of `run_sweep`, with their plans if devices are known; writes nothing."""
     from spmd_lm.planning.plan_report import describe
 
     sweep = read_sweep(path)
@@ -201,7 +203,6 @@ def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list
 
 
 def render_cells(records: Sequence[Record]) -> str:
-    """The listing of `list_cells` as text."""
     lines = [("cell", "status", "steps", "mesh", "parameters", "memory per device", "bubble")]
     for r in records:
         mesh = " x ".join(f"{axis} {size}" for axis, size in r.get("mesh", {}).items() if size > 1) or "1 device"

@@ -1,19 +1,19 @@
-"""A sweep's file: which keys of a configuration vary, and the cells that their values make.
+"""A sweep's file: keys of a configuration that vary, and the resulting cells.
 
-    name: widths
-    config: ../debug.yaml                        # relative to this file, or a shipped one's name
-    grid:                                        # every combination
-      parallel.model: [1, 2, 4]
-      optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
-      train.steps: 20                            # a single value: the same in all cells
-    zip:                                         # these vary together; a list of such mappings is crossed
-      id: [small, large]                         # optional: what they are called in a cell's ID
-      model.width: [64, 128]
-      model.heads: [4, 8]
-    when: parallel.model <= model.heads          # one condition or a list: conditions.py
-    published:                                   # efficiencies to show beside the measured ones, with their source
-      source: arXiv:1909.08053, Figure 5
-      efficiency: {model parallel: {1: 1.0, 2: 0.95}}
+   name: widths
+   config: ../debug.yaml                        # relative to this file, or a shipped one's name
+   grid:                                        # every combination
+     parallel.model: [1, 2, 4]
+     optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
+     train.steps: 20                            # a single value: the same in all cells
+   zip:                                         # these vary together; a list of such mappings is crossed
+     id: [small, large]                         # optional: names in a cell's ID
+     model.width: [64, 128]
+     model.heads: [4, 8]
+   when: parallel.model <= model.heads          # one condition or a list: conditions.py
+   published:                                   # efficiencies to show beside the measured ones, with their source
+     source: arXiv:1909.08053, Figure 5
+     efficiency: {model parallel: {1: 1.0, 2: 0.95}}
 
 A cell's ID has the values of the lists, as in `model-2_lr-0.001_small`; it stays the same when values are added."""
 
@@ -38,31 +38,28 @@ CELL_KEYS = ("run.dir", "run.name")
 MOST_CELLS = 10_000
 LONGEST_ID = 100  # characters; file systems allow names of 255 bytes
 
-Values = dict[str, Any]
-"""Of one cell, by section.key."""
+Values = dict[str, Any]  # by section.key
 
 
 class Alternative(NamedTuple):
-    """Values that a cell has together.  name: what stands for them in its ID; None for the values themselves."""
+    """Values that occur together in a cell."""
 
     values: Values
-    name: str | None = None
+    name: str | None = None  # in the cell's ID, in place of the values
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A file, read and checked.  factors: each is a list of alternatives, of which a cell has one."""
-
     path: Path
     name: str
     config: Path
-    factors: list[list[Alternative]]
+    factors: list[list[Alternative]]  # a cell has one alternative of each
     constants: Values
     conditions: list[Condition]
     published: dict[str, Any] = field(default_factory=dict)
 
     def combinations(self) -> list[tuple[str, Values]]:
-        """The ID and the values of every cell, before `when`.  ConfigError if there are too many."""
+        """ID and values of every cell, before `when`.  Raises ConfigError if there are too many."""
         if (count := math.prod(map(len, self.factors))) > MOST_CELLS:
             raise ConfigError(f"{self.path}: {count:,} cells. Vary less: at most {MOST_CELLS:,}.")
         cells = [*itertools.product(*self.factors)]
@@ -71,7 +68,7 @@ class SweepFile:
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """ConfigError with one line per problem."""
+    """Raises ConfigError with one line per problem."""
     problems: list[str] = []
     path = locate(path)
     tree = read_yaml_file(str(path), str(path), problems)
@@ -159,7 +156,7 @@ def _have_equal(values: Sequence[Any]) -> bool:
 
 
 def _geomspace(where: str, arguments: Any, problems: list[str]) -> list[Any]:
-    """Values with equal ratios, both ends included, at six digits; whole if both ends are."""
+    """Values with equal ratios, both ends included, at six digits; integers if both ends are."""
     match arguments:
         case [int() | float() as first, int() | float() as last, int() as count] if (
             min(first, last) > 0 and first != last and 2 <= count <= MOST_CELLS
@@ -208,7 +205,7 @@ def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
 
 
 def cell_ids(cells: Iterable[Sequence[Alternative]]) -> list[str]:
-    """A name for each cell, of its values: for its directory."""
+    """A name for each cell's directory, made of its values."""
     cells = list(cells)
     keys = dict.fromkeys(key for cell in cells for each in cell for key in each.values)
     last_words = Counter(key.rpartition(".")[2] for key in keys)

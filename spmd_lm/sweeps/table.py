@@ -1,6 +1,6 @@
-"""What a sweep found: a record for each cell, as cells.csv and cells.parquet have it.
+"""A sweep's table: a record for each cell, written to cells.csv and cells.parquet.
 
-Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty where there are none yet."""
+Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty if not known yet."""
 
 import csv
 import io
@@ -15,23 +15,18 @@ from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
 from spmd_lm.runtime.metrics import Record, is_number
 from spmd_lm.sweeps.cells import Cell, Outcome
 
-SPEEDS = ("tokens_per_second", "mfu", "seconds")
-"""Of a step: medians, without the first record, which has the first step's slow start."""
-
-PLANNED = ("devices", "parameters", "memory_bytes", "model_flops_per_step", "bubble")
-"""Columns that a plan fills, and no metric of these names."""
-
-WHOLE = ("exit_code", "peak_bytes")
-"""Columns of whole numbers that may be empty in every cell."""
+SPEEDS = ("tokens_per_second", "mfu", "seconds")  # as medians, without the first record and its slow start
+PLANNED = ("devices", "parameters", "memory_bytes", "model_flops_per_step", "bubble")  # from plans, never from metrics
+WHOLE = ("exit_code", "peak_bytes")  # integer columns that may be empty in every cell
 
 
 class CellTable:
-    """A record for each cell, with the same columns; a cell's files are read again when its outcome has changed."""
+    """Records of all cells, with the same columns; a cell's files are read again when its outcome has changed."""
 
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
-        self._read: dict[str, Outcome] = {}  # by ID: the outcome with which its files were read
-        self._damage: dict[str, str] = {}  # by ID: why its files could not be read
+        self._read: dict[str, Outcome] = {}  # by ID: the outcome when its files were read
+        self._damage: dict[str, str] = {}  # by ID: the reason if its files could not be read
         self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
@@ -45,7 +40,7 @@ class CellTable:
             outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
             found = figures(self.runs[cell.id]) if cell.id in self.runs else {}
-            records.append(own | found | own)  # a run's record of any name replaces none of these
+            records.append(own | found | own)  # metrics of these names do not replace them
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
@@ -78,7 +73,6 @@ def figures(run: RunFiles) -> dict[str, Any]:
 
 
 def planned_figures(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan says of a cell."""
     figures = {
         "devices": plan["devices"],
         "parameters": plan["parameter_count"],
@@ -89,7 +83,7 @@ def planned_figures(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tables(records: Sequence[Record], directory: Path) -> None:
-    """cells.csv and cells.parquet, each complete or not at all."""
+    """Writes cells.csv and cells.parquet, atomically each."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
@@ -99,13 +93,13 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
 
 
 def valid_text(value: Any) -> str:
-    """The value as text that is UTF-8, also where it has half of a surrogate pair, as JSON can."""
+    """The value as valid UTF-8, even with half of a surrogate pair, as in JSON."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
 def parquet(records: Sequence[Record]) -> bytes:
-    """A parquet file.  A column's type is that of its values: whole numbers, numbers, true or false, or else text.  A
-    column that is empty so far has numbers, so that it has the same type before and after a cell fills it."""
+    """A parquet file.  A column's type is that of its values: integers, numbers, booleans, or else text; empty columns
+    have numbers, the type that most get later."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 

@@ -34,7 +34,7 @@ def random_batch(program: Program) -> Batch:
 
 
 def peak_memory(program: Program) -> tuple[int, str]:
-    """The peak bytes in use on one device of this process, and the source of that number."""
+    """Peak bytes in use on one device of this process, and the source of that number."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"], "allocator"
@@ -79,7 +79,6 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
 
 
 def render(r: dict[str, Any]) -> str:
-    """The result as text, for people."""
     low, median, high = (f"{r['step_seconds'][key] * 1e3:.1f}" for key in ("min", "median", "max"))
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     tera, peak = r["model_flops_per_second"] / 1e12, r["peak_memory_bytes"] / 2**30

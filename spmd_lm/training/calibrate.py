@@ -1,11 +1,10 @@
-"""`spmd-lm bench --calibrate`: measures what cost_model/hardware.yaml has of published hardware, on the devices that
-are here, and writes a row of such a table.
+"""`spmd-lm bench --calibrate`: measures the figures of cost_model/hardware.yaml on the present devices, and writes a
+row of such a table.
 
-All devices work at the same time, as in a step: simulated ones share the CPU, and each has its part of it.  Times are
-the best of several, because other programs only ever lengthen them.  A rate is the difference between two programs of
-kernels in a row, which differ in how many there are.  The result has the first array's memory, so that nothing is
-copied, and on accelerators there is no loop, whose counters are kernels too.  XLA:GPU runs such kernels in a CUDA
-graph, as in a step."""
+All devices work at the same time, as in a step: simulated ones each have a part of the CPU.  Times are the best of
+several, because other programs only ever lengthen them.  A rate is the difference between two programs with different
+numbers of kernels in a row.  The result reuses the first array's memory, so nothing is copied, and accelerators run no
+loop, whose counters are kernels too.  XLA:GPU runs such kernels in a CUDA graph, as in a step."""
 
 import os
 import time
@@ -28,26 +27,24 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.files import write_atomically
 from spmd_lm.runtime.gpu_memory import ALLOCATOR, allocated_share, gpu_memory
 
-MEASURED = "# Measured"  # how a table begins, which another calibration may replace
+MEASURED = "# Measured"  # first words of a table that another calibration may replace
 REPEATS = 7
-LARGER_ON_ACCELERATORS = 16
-"""Arrays there than on a CPU."""
+LARGER_ON_ACCELERATORS = 16  # times the arrays of a CPU
 
-ELEMENTS = 2**23  # of an array that no cache holds
+ELEMENTS = 2**23  # of an array larger than any cache
 FEW, MANY = 1, 9  # passes over such an array
 FEW_KERNELS, MANY_KERNELS = 64, 320
-FEW_PAIRS, MANY_PAIRS = 1, 5  # of products
+FEW_PAIRS, MANY_PAIRS = 1, 5  # of matmuls
 AXIS = "devices"
-ATTENTION = 0.5  # of the rate of products, in one kernel: an assumption, as the published table has it
-INNER = (32, 64, 128, 256, 512)
-"""Inner dimensions of the products, times what an accelerator has more."""
+ATTENTION = 0.5  # of the matmul rate, in one kernel: an assumption, as in the published table
+INNER = (32, 64, 128, 256, 512)  # inner dimensions of matmuls; scaled up on accelerators
 
 Body = Callable[..., Array]
 
 
 def in_a_row(operation: Callable[[Array], Array], times: int, platform: str) -> Body:
-    """So many kernels, each of which needs the result of the one before it, and which XLA does not fuse: by barriers,
-    and on a CPU, where XLA may drop these (jax 0.10.2), in a loop, whose counter is no kernel there."""
+    """`times` dependent kernels that XLA does not fuse: separated by barriers, or, on a CPU, where XLA may drop these
+    (jax 0.10.2), in a loop, whose counter is no kernel there."""
 
     def body(x: Array) -> Array:
         if platform == "cpu":
@@ -60,7 +57,7 @@ def in_a_row(operation: Callable[[Array], Array], times: int, platform: str) -> 
 
 
 def products(times: int) -> Body:
-    """Products of a matrix with another and with its transpose, so many times: each needs the one before it."""
+    """Dependent pairs of matmuls: of a matrix with another and with its transpose."""
 
     def body(left: Array, right: Array) -> Array:
         for _ in range(times):
@@ -75,7 +72,7 @@ def gather(x: Array) -> Array:
 
 
 class Calibration:
-    """Devices, by default all of this job, and how arrays of `dtype` are timed on all of them."""
+    """Times arrays of `dtype` on all devices, by default all of this job."""
 
     def __init__(self, dtype: str, devices: list[Any] | None = None):
         self.devices, self.dtype = devices or jax.devices(), jnp.dtype(dtype)
@@ -85,7 +82,8 @@ class Calibration:
         self.scale = 1 if self.platform == "cpu" else LARGER_ON_ACCELERATORS
 
     def compiled(self, body: Body, *shapes: tuple[int, ...], in_place: bool = True) -> jax.stages.Compiled:
-        """`body` on every device, with arrays of these shapes on each.  in_place: the result has the first one's."""
+        """`body` on every device, with arrays of these shapes on each.  in_place: the result reuses the first one's
+        memory."""
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
         arrays = [
             jax.ShapeDtypeStruct(self._global_shape(shape), self.dtype, sharding=self.sharding) for shape in shapes
@@ -93,8 +91,8 @@ class Calibration:
         return jax.jit(mapped, donate_argnums=0 if in_place else ()).lower(*arrays).compile()
 
     def seconds(self, bodies: Sequence[Body], *shapes: tuple[int, ...], in_place: bool = True) -> list[float]:
-        """Least seconds of each on every device, in turns, with random arrays of these shapes: a GPU multiplies ones
-        faster."""
+        """Least seconds of each program on every device, in turns, with random arrays of these shapes: a GPU multiplies
+        ones faster."""
         programs = [self.compiled(body, *shapes, in_place=in_place) for body in bodies]
         first, *rest = (self.random_array(shape) for shape in shapes)
         inputs = jnp.copy(first)
@@ -104,15 +102,15 @@ class Calibration:
                 start = time.perf_counter()
                 jax.block_until_ready(program(inputs, *rest))
                 taken.append(time.perf_counter() - start)
-                # Not the result: of products of products float16 overflows.
+                # Not the result: products of products overflow in float16.
                 inputs = jax.block_until_ready(jnp.copy(first)) if in_place else first
         return [min(taken[1:]) for taken in times]
 
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (len(self.devices) * shape[0], *shape[1:])
 
-    def random_array(self, shape: tuple[int, ...]) -> Array:
-        """Normal, of a variance of 1 / its last dimension: such products neither grow nor vanish."""
+    def _random(self, shape: tuple[int, ...]) -> Array:
+        """Normal, with variance 1 / its last dimension, so that such products neither grow nor vanish."""
         make = jax.jit(
             lambda key: jax.random.normal(key, self._global_shape(shape), self.dtype) / shape[-1] ** 0.5,
             out_shardings=self.sharding,
@@ -120,27 +118,27 @@ class Calibration:
         return make(jax.random.key(0))
 
     def small_kernels(self, times: int) -> Body:
-        """So many kernels on next to nothing."""
+        """Kernels on tiny arrays."""
         return in_a_row(lax.sin, times, self.platform)
 
     def passes(self, times: int) -> Body:
-        """So many passes over an array, each a kernel that reads and writes all of it."""
+        """Passes over an array, each a kernel that reads and writes all of it."""
         return in_a_row(lax.neg, times, self.platform)
 
     def kernel_overhead(self) -> float:
-        """Seconds of a kernel among many of one compiled program."""
+        """Seconds of a kernel among many in one compiled program."""
         few, many = self.seconds([self.small_kernels(n) for n in (FEW_KERNELS, MANY_KERNELS)], (8,))
         return max(many - few, 1e-9) / (MANY_KERNELS - FEW_KERNELS)
 
     def memory_bandwidth(self) -> float:
-        """Bytes per second of reading and writing arrays that no cache holds."""
+        """Bytes per second of reading and writing arrays larger than any cache."""
         elements = ELEMENTS * self.scale
         few, many = self.seconds([self.passes(n) for n in (FEW, MANY)], (elements,))
         return (MANY - FEW) * 2 * elements * self.dtype.itemsize / max(many - few, 1e-9)
 
     def products(self) -> tuple[float, float]:
-        """(FLOP/s of a large product, the inner dimension at which half of that is reached): seconds per FLOP grow with
-        1 / inner, to which a line is fitted."""
+        """(FLOP/s of a large matmul, inner dimension at half of that), by a linear fit of seconds per FLOP to 1 /
+        inner."""
         rows, pairs = 512 * self.scale, [products(n) for n in (FEW_PAIRS, MANY_PAIRS)]
         per_flop = []
         for inner in (n * self.scale for n in INNER):
@@ -151,7 +149,7 @@ class Calibration:
         return 1 / least, max(0.0, float(slope)) / least
 
     def links(self) -> tuple[float, float]:
-        """(bytes per second that a device sends, seconds to start a collective), by gathers of two sizes."""
+        """(bytes per second sent by a device, seconds to start a collective), by all-gathers of two sizes."""
         n = len(self.devices)
         if n == 1:
             return 1e12, 0.0
@@ -162,13 +160,13 @@ class Calibration:
 
 
 def allocated(device: Any) -> int | None:
-    """Bytes of an accelerator that jax allocates at most: of a GPU a share of what it has; None if jax has no limit, or
-    does not tell it."""
+    """Bytes of an accelerator that jax allocates at most, on a GPU a share of its memory; None if jax sets or reports
+    no limit."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def memory_size(devices: list[Any]) -> float:
-    """Bytes of one device.  ConfigError for a GPU of which nothing tells them."""
+    """Bytes of one device.  Raises ConfigError for a GPU of unknown size."""
     device, limit, known = devices[0], allocated(devices[0]), find_hardware(devices[0].device_kind)
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
@@ -189,7 +187,7 @@ def memory_size(devices: list[Any]) -> float:
 
 
 def calibrate(dtype: str) -> dict[str, Any]:
-    """A row of hardware.yaml, for all devices of this process.  dtype: of products and elements."""
+    """A row of hardware.yaml, for all devices of this process.  dtype: of matmuls and elements."""
     here = Calibration(dtype)
     device, known = here.devices[0], find_hardware(here.devices[0].device_kind)
     size, limit = memory_size(here.devices), allocated(device)
@@ -215,7 +213,7 @@ def calibrate(dtype: str) -> dict[str, Any]:
 
 
 def of_measured(known: Hardware, rate: float, bandwidth: float) -> dict[str, float]:
-    """The rates that kernels of compiled steps reach by the published table, as shares of measured ones."""
+    """Rates of kernels in compiled steps by the published table, as shares of measured ones."""
     assert known.compiled and known.memory
     reached, of_peak = known.compiled, known.peak_flops / rate
     shares = (
@@ -227,7 +225,7 @@ def of_measured(known: Hardware, rate: float, bandwidth: float) -> dict[str, flo
 
 
 def write_row(row: dict[str, Any], path: Path) -> None:
-    """As a table of one row.  Raises ConfigError if the file cannot be written."""
+    """Writes a table of one row.  Raises ConfigError if the file cannot be written."""
     table = yaml.safe_dump([row], sort_keys=False)
     try:
         write_atomically(path, f"{MEASURED}; the keys are those of cost_model/hardware.yaml.\n{table}")

@@ -29,7 +29,7 @@ from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, lower_is_better, read_records
 from spmd_lm.runtime.outputs import writing
-from spmd_lm.runtime.processes import require_agreement
+from spmd_lm.runtime.processes import assert_equal
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.runtime.trackers import require_packages
@@ -42,19 +42,20 @@ from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
 
 ACTIVITIES = dict.fromkeys(("step", "data", "other"), "step")
 ACTIVITIES |= {"checkpoint": "checkpoint", "eval": "evaluation"}
-"""What may not take longer than train.watchdog allows, by the clock's buckets."""
+"""Activities with a time limit, train.watchdog, by the clock's buckets."""
 
 PROMPTS = ["", "The ", "def "]  # of samples.txt
 
 
 def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool = False) -> Exit:
-    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one; a damaged one is moved
-    aside.  signals: None if the caller watches none yet.  fallback: take run.init_from's newest checkpoint that is not
-    damaged.
+    """Trains the run in run.dir up to train.steps, from its newest checkpoint if any; damaged ones are moved aside.
+
+    signals: None if the caller watches none yet.
+    fallback: take run.init_from's newest undamaged checkpoint.
 
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
     a run of another model or checkpoints that are all damaged or not saved, DataError, and NonFiniteError; none of them
-    harms what was saved before."""
+    harms earlier checkpoints."""
     progress = Progress(config.train.steps, process=jax.process_index(), processes=jax.process_count())
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
     with watched as signals, open_run_dir(config, progress.log) as tiers:
@@ -83,7 +84,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             progress.log(notice)
     with mark_failed(status, clock):
         with clock.time("init"):
-            # The run to initialize from and the data may refuse the config, before any file is written.
+            # The run to initialize from and the data may reject the config, before any file is written.
             init_from = config.run.init_from if run_dir.saved_step is None else None
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
@@ -118,12 +119,12 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
 
 
 def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple[Dataset, str, Loader, Loader | None]:
-    """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
+    """The data, the hash of its vocabulary, and the loaders of training and validation.  messages: logged with it."""
     config = run_dir.config
     data = config.data if run_dir.saved_step is None else data_of_run(config)
     corpus = load_data(data, config.train.seed, config.model.vocab, rules_of(run_dir.meta), config.model.context)
     vocabulary = hash_of_vocabulary(corpus.tokenizer, data.tokenizer) if isinstance(data, Data) else ""
-    require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
+    assert_equal("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
     loader = make_loader(config, corpus, "training")
     validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
     progress.log(corpus.describe(), *messages)
@@ -135,7 +136,6 @@ def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple
 
 
 def open_tasks(config: RunConfig, corpus: Dataset) -> list[EvalTask]:
-    """The tasks of every evaluation."""
     if not config.train.eval_tasks:
         return []
     with naming("train.eval_tasks"):
@@ -153,8 +153,8 @@ def initial_state(
         extreme = "lowest" if lower_is_better(best) else "highest"
         progress.log(f"checkpoint.keep_best={best}: the checkpoint with the {extreme} is kept beside the newest.")
     if saved_step is None:
-        how = pretrained.describe() if pretrained else "starting"
-        progress.log(f"{path}: {how}; {pluralize(progress.steps, 'step')} to go")
+        origin = pretrained.describe() if pretrained else "starting"
+        progress.log(f"{path}: {origin}; {pluralize(progress.steps, 'step')} to go")
         return pretrained.initial_state() if pretrained else program.init()
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
@@ -163,12 +163,12 @@ def initial_state(
 
 
 def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: StepWatch) -> None:
-    """Compiles, then the loop: up to train.steps, or until a signal comes."""
+    """Compiles, then loops up to train.steps, or until a signal comes."""
     if signals.received is None:  # compiling may outlast the grace period of a preempted job
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
             run.status.compile_seconds = run.program.compile()
         run.write_status()
-        run.tiers.forget_after(run.step)
+        run.tiers.delete_newer(run.step)
     if run.failure:
         signals.stop()
     done, last, shardings = run.step, run.config.train.steps, run.program.batch_shardings
@@ -179,7 +179,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
                 batch = next(batches)
             with run.clock.time("step"):
                 run.advance(step, *run.program.step(run.state, batch))
-                del batch  # freeing it is no waiting for data
+                del batch  # so that freeing it does not count as waiting for data
             for hook in HOOKS:
                 hook(run)
             watch.beat(step)
@@ -188,8 +188,8 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
 
 
 def save_last(run: TrainingRun) -> None:
-    """Waits for the save in progress; a run that stops early saves, whatever checkpoint.every is.  Before the first
-    step there is nothing to save."""
+    """Waits for the save in progress; a run that stops early saves, even with checkpoint.every=0, unless no step was
+    done."""
     run.end_profile()
     with run.clock.time("checkpoint"):
         try:
@@ -197,7 +197,7 @@ def save_last(run: TrainingRun) -> None:
             if run.step not in (0, run.status.saved_step, run.config.train.steps):
                 run.save()
                 run.wait_for_save()
-        except (CheckpointError, OutputError):  # of the same disk, perhaps
+        except (CheckpointError, OutputError):  # perhaps caused by the same disk
             raise_failure(run)
             raise
     raise_failure(run)
@@ -250,8 +250,8 @@ def sample(run: TrainingRun) -> str:
 
 
 def unreadable_prompts(config: RunConfig, corpus: Dataset) -> dict[str, str]:
-    """Those of PROMPTS that the model of a text cannot continue, and why: its vocabulary may have no token that begins
-    a document, or be larger than model.vocab beyond the tokens that the text has."""
+    """PROMPTS that a text model cannot continue, with reasons: no token begins a document, or a token is not below
+    model.vocab."""
     if isinstance(config.data, Synthetic) or not config.model.causal:
         return {}
     reasons = {}
@@ -264,7 +264,7 @@ def unreadable_prompts(config: RunConfig, corpus: Dataset) -> dict[str, str]:
 
 
 def stop(run: TrainingRun, signals: StopSignals) -> Exit:
-    """Says that the run stopped early, and was saved."""
+    """Records and logs that the run stopped early, and was saved."""
     assert signals.received is not None
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
     run.write_status(state="preempted", exit_code=int(code))
@@ -278,7 +278,7 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
 
 
 def raise_failure(run: TrainingRun) -> None:
-    """Ends a run one of whose files could not be written, with what of it is saved."""
+    """Raises the error of a file that could not be written, with the newest saved step."""
     if run.failure:
         step = max(run.tiers.directories(), default=None)
         saved = f"Step {step} is saved: the same command goes on from there."

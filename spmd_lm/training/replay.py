@@ -1,7 +1,7 @@
-"""Runs one step of a run again, from the checkpoint before it, and compares: was a fault transient?
+"""Runs one step of a run again, from the checkpoint before it, to find out whether a fault was transient.
 
-Writes nothing.  On the same mesh and hardware a step computes the same bits; where it does not, the device, its memory
-or the network changed some."""
+Writes nothing.  On the same mesh and hardware a step computes the same bits; a difference means that the device, its
+memory or the network changed some."""
 
 import math
 from typing import Any
@@ -32,12 +32,14 @@ COMPARED = ("loss", "grad_norm")
 
 
 def replay(config: RunConfig, step: int) -> dict[str, Any]:
-    """Steps from the newest checkpoint before `step` up to `step`, compared with what the run logged of them, and with
-    its checkpoint of `step` where there is one.
+    """Steps from the newest checkpoint before `step` up to `step`, compared with logged metrics and any checkpoint of
+    `step`.
 
-    same: whether all that could be compared is; compared: what was, with both values; leaves: paths of the state that
-    differ.  Raises CheckpointError without a checkpoint before `step`, and ConfigError if nothing of it was logged or
-    saved."""
+    same: everything comparable is equal.
+    compared: logged and recomputed values.
+    leaves: paths of the state that differ.
+
+    Raises CheckpointError without a checkpoint before `step`, and ConfigError if nothing of it was logged or saved."""
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
     earlier = [saved for saved in checkpoints.steps() if saved < step]
     if not earlier:
@@ -77,24 +79,23 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
 
 
 def is_same(logged: float | None, now: float) -> bool:
-    """metrics.jsonl has null for what is not finite."""
+    """Compares with metrics.jsonl's null for values that are not finite."""
     return logged == now if logged is not None else not math.isfinite(now)
 
 
 def changed_leaves(checkpoints: Checkpointer, step: int, canonical: Tree) -> list[str]:
-    """Paths of the arrays that are not those of the checkpoint."""
+    """Paths of the arrays that differ from the checkpoint's."""
     record, (found, _) = checkpoints.record(step), fingerprints(canonical)
     return [path for path, leaf in record.leaves.items() if found.get(path, leaf.fingerprint) != leaf.fingerprint]
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result as text."""
     lines = [
         f"step {each['step']}: {each['name']} was {each['logged']}, is {each['now']}"
         for each in result["compared"]
         if not is_same(each["logged"], each["now"])
     ]
     lines += [f"{path}: other bits than those saved after step {result['step']}" for path in result["leaves"]]
-    how = f"{len(result['compared'])} figures" if result["compared"] else "the checkpoint"
+    basis = f"{len(result['compared'])} figures" if result["compared"] else "the checkpoint"
     header = f"step {result['step']}, from the checkpoint of step {result['from']}: "
-    return "\n".join([header + (f"the same bits ({how} compared)" if result["same"] else "different:"), *lines])
+    return "\n".join([header + (f"the same bits ({basis} compared)" if result["same"] else "different:"), *lines])

@@ -1,5 +1,5 @@
-"""Whether the copies of what is replicated are equal, bit for bit: a device that computes or remembers wrongly makes
-its own differ, and neither the loss nor a norm need show it."""
+"""Checks that copies of replicated arrays are equal, bit for bit: a faulty device makes its own differ, which neither
+the loss nor a norm need show."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from spmd_lm.checkpoints.fingerprint import fingerprint
 from spmd_lm.errors import ReplicaError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.runtime.formatting import abbreviate
-from spmd_lm.runtime.processes import collect
+from spmd_lm.runtime.processes import allgather_objects
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
@@ -30,14 +30,14 @@ class ReplicaCheck:
         self._axes = {path: _axes_of(spec) for path, spec in leaves_by_path(self._specs).items()}
 
     def has_copies(self) -> bool:
-        """Whether any leaf that is no scalar is on several devices in whole."""
+        """True if any leaf but scalars has whole copies on several devices."""
         sizes = self._mesh.shape
         sharded = [axes for path, axes in self._axes.items() if self._shapes[path]]
         return any(math.prod(sizes[axis] for axis in sizes if axis not in axes) > 1 for axes in sharded)
 
     @functools.cached_property
     def _fingerprints(self) -> Callable[[TrainState], jax.Array]:
-        """uint32 [*mesh, leaves, 2]: of each device's own shards."""
+        """uint32 [*mesh, leaves, 2], fingerprints of each device's own shards."""
         names = self._mesh.axis_names
 
         def own(state: TrainState) -> jax.Array:
@@ -47,11 +47,11 @@ class ReplicaCheck:
         return jax.jit(self._plan.shard_map(own, (self._specs,), P(*names)))
 
     def check(self, state: TrainState, step: int) -> None:
-        """ReplicaError, in all processes of the job, that names leaves and devices."""
+        """Raises ReplicaError, in all processes of the job, naming leaves and devices."""
         found = self._fingerprints(state)
         own = [([axis.start or 0 for axis in shard.index], shard.data.tolist()) for shard in found.addressable_shards]
         prints = np.zeros(found.shape, np.uint32)
-        for shards in collect(f"replicas {step}", own):
+        for shards in allgather_objects(f"replicas {step}", own):
             for start, values in shards:
                 prints[tuple(start[: self._mesh.devices.ndim])] = np.squeeze(values)
         if problems := [*self._differences(prints)]:
@@ -61,7 +61,7 @@ class ReplicaCheck:
             )
 
     def _differences(self, prints: np.ndarray) -> Iterator[str]:
-        """'LEAF on DEVICES': those that have not what most have; all, if there is no majority."""
+        """'LEAF on DEVICES' for devices that differ from the majority; for all, if there is none."""
         dims = {axis: dim for dim, axis in enumerate(self._mesh.axis_names)}
         for number, (path, axes) in enumerate(self._axes.items()):
             sharded = [dims[axis] for axis in axes]
@@ -79,5 +79,5 @@ class ReplicaCheck:
 
 
 def _axes_of(spec: P) -> set[str]:
-    """The mesh axes that shard an array."""
+    """Mesh axes that shard an array."""
     return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}

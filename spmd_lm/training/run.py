@@ -1,7 +1,7 @@
-"""A run between two steps: the state that the loop shares with its hooks, which evaluate, log and save when it is due.
+"""A run between two steps: the state that the loop shares with its hooks, which evaluate, log and save when due.
 
 The host runs ahead of the devices: a step's metrics are read only when a hook needs them, or MAX_IN_FLIGHT steps
-later.  A run whose loss, gradients or state are no longer finite ends before a checkpoint of it replaces a good one."""
+later.  A run with a non-finite loss, gradient or state ends before a checkpoint of it replaces a good one."""
 
 import math
 import os
@@ -36,21 +36,21 @@ from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.replicas import ReplicaCheck
 
-MAX_IN_FLIGHT = 2  # steps dispatched and not waited for; each holds a batch, and none can be cancelled
+MAX_IN_FLIGHT = 2  # steps dispatched and not awaited; each holds a batch, and none can be cancelled
 
 MAX_OVERFLOWS = 20
-"""Steps in a row that may overflow at the smallest loss scale.  They leave the parameters unchanged, so the cause is
-neither one odd batch nor a scale still too large: the model has left float16's range."""
+"""Consecutive steps that may overflow at the smallest loss scale.  They leave the parameters unchanged, so the cause is
+neither one odd batch nor too large a scale: the model has left float16's range."""
 
 
 @dataclass
 class TrainingRun:
-    """One start of a run: its fixed parts, and where it stands."""
+    """One attempt at a run: its fixed parts, and its current state."""
 
     program: Program
     corpus: Dataset
     vocabulary: str  # its hash; '' for data without text
-    rules: int  # that made tokens of documents
+    rules: int  # of documents to tokens
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers
     status: Status
@@ -58,9 +58,9 @@ class TrainingRun:
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
-    base: Meta = field(default_factory=dict)  # what checkpoints say of the parameters that they do not hold
+    base: Meta = field(default_factory=dict)  # checkpoints' metadata of parameters that they do not hold
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
-    record: Record = field(default_factory=dict)  # what the hooks will log of this step
+    record: Record = field(default_factory=dict)  # to be logged for this step
     logged: Record = field(default_factory=dict)  # the newest record
     tasks: Sequence[EvalTask] = ()  # of train.eval_tasks
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
@@ -85,14 +85,13 @@ class TrainingRun:
         return self.config.run.directory / "profile"
 
     def steps_of_first_executions(self) -> set[int]:
-        """The steps in which, or after which, a program with attention is executed for the first time: the train step,
-        and evaluation."""
+        """Steps during or after which a program with attention is first executed: the train step, and evaluation."""
         train, first = self.config.train, self._first_step
         first_evaluation = -(-first // train.eval_every) * train.eval_every if train.eval_every else first
         return {first, min(first_evaluation, train.steps)}
 
     def is_due(self, every: int) -> bool:
-        """Whether it is time for what happens every `every` steps and at the end; never if `every` is 0."""
+        """True every `every` steps and at the end; never if `every` is 0."""
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
 
     def advance(self, step: int, state: TrainState, metrics: dict[str, jax.Array]) -> None:
@@ -102,7 +101,7 @@ class TrainingRun:
         self._read(MAX_IN_FLIGHT)
 
     def wait(self) -> None:
-        """Waits for every dispatched step.  NonFiniteError if one is not finite."""
+        """Waits for every dispatched step.  Raises NonFiniteError if one is not finite."""
         with self.clock.time("step"):
             self._read(0)
 
@@ -121,7 +120,7 @@ class TrainingRun:
                 self.skips_in_a_row = 0
 
     def _log_skip(self, step: int, reason: int) -> None:
-        """Logs a step that was skipped, with its samples.  NonFiniteError if these are too many in a row."""
+        """Logs a skipped step, with its samples.  Raises NonFiniteError after too many in a row."""
         batch, max_skips, why = self.config.train.batch, self.config.train.guard.max_skips, SKIP_REASONS[reason]
         first, last = (step - 1) * batch, step * batch - 1  # samples, counted from the run's first
         skip = {"skipped": True, "reason": why, "samples": [first, last]}
@@ -138,7 +137,7 @@ class TrainingRun:
             raise self.non_finite(f"{steps}: {why}; train.guard.max_skips={max_skips}")
 
     def _check_step(self, step: int) -> None:
-        """A skipped step may overflow while there is a smaller loss scale to try; any other must be finite."""
+        """Requires finite values, except for skipped steps while the loss scale can be lowered."""
         metrics, smallest = self.metrics, self.config.precision.min_scale
         if not metrics.get("skipped"):
             self.overflows = 0
@@ -169,7 +168,7 @@ class TrainingRun:
         )
 
     def save(self, durable: bool = True, local: bool = False) -> None:
-        """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
+        """Saves a checkpoint of this step.  Raises NonFiniteError, without saving, if its state is not finite."""
         self.require_directory()
         self.wait()
         with self.clock.time("checkpoint"):
@@ -185,11 +184,11 @@ class TrainingRun:
                     self._or_end(lambda: self.tiers.save_local(*saved))
                 if durable:
                     self.tiers.save(*saved)
-            except NonFiniteError as error:  # its loss, of the state before the update, says nothing about it
+            except NonFiniteError as error:  # the loss, of the state before the update, does not show it
                 raise self.non_finite(str(error), cause=self.step) from None
 
     def wait_for_save(self, seconds: float | None = None) -> None:
-        """Until the last save counts, or for so long.  CheckpointError if it failed."""
+        """Waits for the save in progress, at most for `seconds`.  Raises CheckpointError if it failed."""
         self._or_end(lambda: self.tiers.wait_local(seconds))
         saved_step = self.tiers.wait(seconds)
         if saved_step is not None and saved_step != self.status.saved_step:
@@ -197,14 +196,14 @@ class TrainingRun:
             self.write_status()
 
     def _or_end(self, act: Callable[[], None]) -> None:
-        """A local checkpoint that cannot be saved ends the run, with a durable one."""
+        """Ends the run, with a durable checkpoint, if a local one cannot be saved."""
         try:
             act()
         except OutputError as error:
             self.failure = self.failure or error
 
     def require_directory(self) -> None:
-        """OutputError if the run's directory is no longer there, or another one is: orbax makes one of its name."""
+        """Raises OutputError if the run's directory is gone or replaced: orbax would create one of its name."""
         directory = self.config.run.directory
         try:
             in_place = os.path.samestat(os.stat(directory), self._directory)
@@ -216,7 +215,7 @@ class TrainingRun:
             raise OutputError(f"{directory}: was moved, replaced or removed while the run wrote it. Move it back.")
 
     def end_profile(self) -> None:
-        """Writes the trace, if one was started; a run that stops early has its steps so far."""
+        """Writes the trace, if one was started, of the steps so far."""
         if self.profiling:
             self.wait()
             self.profiling = False
@@ -230,20 +229,19 @@ class TrainingRun:
         self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
 
     def report_hang(self, what: str) -> None:
-        """From another thread: this one hangs."""
+        """Called from another thread: this one hangs."""
         print_line(f"error: {what}", sys.stderr)
         with suppress(OSError, RuntimeError):
             self.write_status(state="failed", exit_code=int(Exit.HANG))
 
     def write_status(self, **changes: object) -> None:
-        """Updates status.json."""
         self.clock.update()
         if self.metrics_log is not None:
             self.report(self.require_directory)
             self.report(partial(self.status.write, self.clock, step=self.step, **changes))
 
     def report(self, write: Callable[[], None]) -> None:
-        """Calls what writes a file about this run.  None is written after one that could not be."""
+        """Calls a function that writes a file about this run, unless an earlier one failed."""
         if self.failure is None:
             try:
                 write()
@@ -251,7 +249,7 @@ class TrainingRun:
                 self.failure = error
 
     def speed(self) -> Record:
-        """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""
+        """Speed since the last call.  Only steps and their data count, not evaluations and checkpoints."""
         self.clock.update()
         (last_step, last_seconds), program = self._measured, self.program
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]
@@ -265,7 +263,7 @@ class TrainingRun:
 
 
 def evaluate(run: TrainingRun) -> None:
-    """Metrics of the validation data, after the last step too."""
+    """Evaluates on the validation data, after the last step too."""
     if run.validation is None or not run.is_due(run.config.train.eval_every):
         return
     run.wait()
@@ -287,7 +285,7 @@ def task_figures(run: TrainingRun) -> Record:
 
 
 def log(run: TrainingRun) -> None:
-    """Writes the record: a step's metrics, the speed since the last time, and what the hooks before it added."""
+    """Writes the record: a step's metrics, the speed since the last one, and additions by earlier hooks."""
     run.progress.step(run.step)
     if run.is_due(run.config.train.log_every):
         run.wait()
@@ -302,8 +300,7 @@ def log(run: TrainingRun) -> None:
     run.write_status()
 
 
-def check_replicas(run: TrainingRun) -> None:
-    """Before a checkpoint is saved."""
+def check_replicas(run: TrainingRun) -> None:  # before a checkpoint is saved
     if run.is_due(run.config.train.replica_check_every):
         run.wait()
         assert run.replica_check is not None
@@ -311,7 +308,7 @@ def check_replicas(run: TrainingRun) -> None:
 
 
 def save_checkpoint(run: TrainingRun) -> None:
-    """Saves when it is due; and after every step looks at the save in progress, which may have failed."""
+    """Saves when due; after every step also checks the save in progress, which may have failed."""
     run.wait_for_save(seconds=0)
     options = run.config.checkpoint
     durable, local = run.is_due(options.every), run.is_due(options.local.every if options.local else 0)
@@ -326,8 +323,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 
 def start_profile(run: TrainingRun) -> None:
-    """Before the first step that train.profile traces, after what else is due.  jax.named_scope says what runs in it:
-    embedding, blocks and head; messages, weights and gradients that are sent."""
+    """Starts the trace before its first step.  jax.named_scope marks embedding, blocks and head, and communication."""
     profile = run.config.train.profile
     if profile and run.step == profile.steps[0] - 1:
         run.wait()
@@ -336,7 +332,7 @@ def start_profile(run: TrainingRun) -> None:
 
 
 def stop_profile(run: TrainingRun) -> None:
-    """After the last step that train.profile traces."""
+    """Stops the trace after its last step."""
     profile = run.config.train.profile
     if profile and run.step == profile.steps[1]:
         run.end_profile()
@@ -350,4 +346,4 @@ HOOKS: tuple[Callable[[TrainingRun], None], ...] = (
     save_checkpoint,
     start_profile,
 )
-"""Called after every step; each acts when it is due."""
+"""Called after every step; each acts when due."""

@@ -12,7 +12,7 @@ import jax
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import new_run_id
-from spmd_lm.checkpoints.directories import CORRUPT, foreign_names, say_damaged
+from spmd_lm.checkpoints.directories import CORRUPT, describe_damage, foreign_names
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
@@ -26,25 +26,25 @@ from spmd_lm.data.tokenizers.vocabulary import copy_chat_template
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.files import read_bytes
 from spmd_lm.runtime.directories import lock_directory, lock_holder
-from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
+from spmd_lm.runtime.metrics import BUCKETS, MAX_ATTEMPTS, NONE_SAVED, Attempt, Clock, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
-from spmd_lm.runtime.processes import collect, in_a_job, require_agreement, tells_of_lost_peer
+from spmd_lm.runtime.processes import allgather_objects, assert_equal, in_a_job, is_peer_failure
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 from spmd_lm.step.optimizer import lr_schedule, schedule_keys
 
-SHARED_SECONDS = 30.0  # until the last process sees what the first has written, on a network file system
+SHARED_SECONDS = 30.0  # for the last process to see the first one's files, on a network file system
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
 DIRECTORIES = ("tensorboard", "checkpoints", MODULES_DIR)
 
 
 class RunDir:
-    """What earlier starts of a run left in its directory: read once, under the lock, so that it cannot change between
-    the checks."""
+    """The state that earlier attempts left in the directory, read once, under the lock, so that it cannot change
+    between checks."""
 
     def __init__(self, config: RunConfig, tiers: Tiers):
         self.config, self.tiers, self.path = config, tiers, config.run.directory
-        self.checkpoints = tiers.durable  # that the run resumes from
+        self.checkpoints = tiers.durable  # to resume from
         self._look()
         self.saved_step = self.durable_step
         record = None if self.saved_step is None else self.checkpoints.agreed_record(self.saved_step)
@@ -59,27 +59,27 @@ class RunDir:
         self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
 
     def _look(self) -> None:
-        """Each process for itself, and again until all see the same: a network file system may show what was."""
+        """Reads in each process, until all agree: a network file system may show stale files."""
         deadline = time.monotonic() + SHARED_SECONDS
         while True:
-            self.status = Status.read(self.path)  # None before the first start
+            self.status = Status.read(self.path)  # None before the first attempt
             self.checkpoints.run_id = self.status.run_id if self.status else ""
             self.durable_step = self.checkpoints.latest_step()  # None without a checkpoint
             seen = {"run_id": self.checkpoints.run_id, "newest checkpoint": self.durable_step}
             late = time.monotonic() > deadline
-            answers = collect("run.dir", {"seen": seen, "late": late})
+            answers = allgather_objects("run.dir", {"seen": seen, "late": late})
             if all(answer["seen"] == answers[0]["seen"] for answer in answers):
                 return
             if any(answer["late"] for answer in answers):
-                require_agreement("run.dir", seen)
+                assert_equal("run.dir", seen)
             time.sleep(1)
 
     def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
-        """Whether the run came to this state and no start after that went another way; and, where no process has all of
-        the state, whether the parts are those that this layout needs."""
+        """True if the run came to this state and no later attempt resumed from before it; and, unless one process has
+        all of the state, if its parts suit this layout."""
         layout, start = (meta["config"].get("parallel"), meta.get("devices")), meta.get("start")
         same_layout = layout == (self.config.model_dump(by_alias=True)["parallel"], jax.device_count())
-        is_ours = self.status is not None and isinstance(start, int) and self.status.leads_through(step, start)
+        is_ours = self.status is not None and isinstance(start, int) and self.status.is_ancestor(step, start)
         return is_ours and (same_layout or jax.process_count() == 1)
 
     def finished_message(self) -> str:
@@ -93,12 +93,12 @@ class RunDir:
         return f"{self.path} has finished its {self.finished_steps} steps: nothing to do. {advice}"
 
     def check_config(self) -> list[str]:
-        """Messages about what changed since the last start.  ConfigError or CheckpointError where the run would
+        """Messages about changes since the last attempt.  Raises ConfigError or CheckpointError if the run would
         overwrite foreign files, use another vocabulary, or be another model."""
         is_new = self.status is None and self.saved_step is None
         if is_new:
             self._check_foreign_files()
-        if self.saved_step is not None or not self._trains_tokenizer:  # on what it trained, nothing depends yet
+        if self.saved_step is not None or not self._trains_tokenizer:  # nothing depends on a trained one yet
             check_vocabulary(self.config, self.path, self.meta if self.saved_step else None)
         if is_new:
             return []
@@ -112,7 +112,7 @@ class RunDir:
             if lost_step := self._lost_newest():
                 messages.append(f"{directory / str(lost_step)} was saved, and is gone.")
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
-            adapts = self.config.adapter.kind != "none"  # then run.init_from is where its base is now
+            adapts = self.config.adapter.kind != "none"  # then run.init_from locates its base
             if not adapts and init_from not in (None, saved["run"].get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
@@ -120,7 +120,7 @@ class RunDir:
         return messages
 
     def _rate_changes(self, saved: dict[str, Any]) -> Iterator[str]:
-        """What a changed schedule makes of the learning rate at the next step, and what keeps the old one."""
+        """The effect of a changed schedule on the next step's learning rate, and the settings that keep the old one."""
         try:
             then, now = RunConfig.model_validate(saved), self.config
         except ValidationError:  # of an older version
@@ -142,7 +142,7 @@ class RunDir:
         return getattr(self.config.data, "tokenizer", None) in TRAINED_TOKENIZERS
 
     def _check_foreign_files(self) -> None:
-        """ConfigError if the run would overwrite files that no run wrote."""
+        """Raises ConfigError if the run would overwrite files that no run wrote."""
         own = {CONFIG_FILE: dump(as_saved(self.config)), "metrics.jsonl": ""}
         foreign = [
             name for name, text in own.items() if (path := self.path / name).is_file() and not _reads(path, text)
@@ -156,7 +156,7 @@ class RunDir:
             )
 
     def check_resumable(self) -> None:
-        """CheckpointError if there are steps to do and no state to resume from, or no position in the data."""
+        """Raises CheckpointError if steps remain without a state to resume from, or a position in the data."""
         is_finished = self.finished_steps >= self.config.train.steps
         if self.saved_step is None and not is_finished and (lost := self._lost_checkpoints()):
             raise CheckpointError(
@@ -179,37 +179,37 @@ class RunDir:
             )
 
     def _lost_newest(self) -> int:
-        """The step that status.json calls the newest that is saved, if it is not there; 0 if it is."""
+        """The step that status.json records as the newest saved one, if it is missing; else 0."""
         newest = (self.status and self.status.saved_step) or 0
         aside = self.checkpoints.directory.glob(f"{newest}{CORRUPT}*")
         return newest if newest > (self.durable_step or 0) and not any(aside) else 0
 
     def _lost_checkpoints(self) -> str:
-        """What says that this run has saved checkpoints."""
-        if damaged := say_damaged(self.checkpoints.directory):
+        """Evidence that this run has saved checkpoints, or ''."""
+        if damaged := describe_damage(self.checkpoints.directory):
             return damaged
         if self.status and self.status.step and self.status.saved_step != NONE_SAVED:
             return f"status.json says that {self.status.step} steps were done, and saved"
         return ""
 
     def next_status(self) -> Status:
-        """The status of this start."""
+        """The status of this attempt."""
         last, path, goodput = self.status, self.path / "status.json", dict.fromkeys(BUCKETS, 0.0)
-        life = Life.begin(step := self.saved_step or 0)
-        status = Status(path=path, state="running", step=step, restarts=0, goodput=goodput, lives=[life])
+        attempt = Attempt.begin(step := self.saved_step or 0)
+        status = Status(path=path, state="running", step=step, restarts=0, goodput=goodput, attempts=[attempt])
         status.run_id = self.checkpoints.run_id
         status.saved_step = NONE_SAVED if self.durable_step is None else self.durable_step
         if last is None:
             return status
-        history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": last.spent_until(step)}
-        history["lives"] = [*last.lives, life][-MAX_LIVES:]
+        history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": last.goodput_until(step)}
+        history["attempts"] = [*last.attempts, attempt][-MAX_ATTEMPTS:]
         return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 
     @contextmanager
     def open_files(
         self, status: Status, tokenizer: Tokenizer, log: Callable[[str], None]
     ) -> Iterator[MetricsLog | None]:
-        """Writes the run's first files, opens metrics.jsonl and starts the trackers, in the first process alone."""
+        """Writes the run's first files, opens metrics.jsonl and starts the trackers, in the first process only."""
         if jax.process_index() > 0:
             yield None
             return
@@ -225,7 +225,8 @@ class RunDir:
             yield metrics_log
 
     def _keep_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """Writes the tokenizer's files, so that the run can be moved; over those of a start that saved nothing."""
+        """Writes the tokenizer's files, so that the run can be moved; replaces those of an attempt that saved
+        nothing."""
         data, is_unsaved = self.config.data, self.status is not None and self.saved_step is None
         has_copy = saved_tokenizer(self.path) and not is_unsaved
         try:
@@ -246,8 +247,8 @@ def _reads(path: Path, text: str) -> bool:
 
 @contextmanager
 def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tiers]:
-    """The checkpoints of a run, whose directory is locked.  ConfigError if it cannot be written or is in use.  After a
-    second Ctrl-C, logs what of the run is saved."""
+    """The checkpoints of a run, with its directory locked.  Raises ConfigError if it cannot be written or is in use.
+    After a second Ctrl-C, logs the newest saved step."""
     directory = config.run.directory
     wrong = [f"{name} is a directory, but a run needs a file" for name in FILES if os.path.isdir(directory / name)]
     wrong += [
@@ -270,13 +271,12 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
 
 
 def require_shared(directory: Path) -> None:
-    """ConfigError in all processes of a job if one of them sees another directory than the first: a save would wait
-    for its part for ever."""
-    (holder, *_) = collect("lock", lock_holder(directory))
+    """Raises ConfigError in all processes of a job if they see different directories: a save would wait forever."""
+    (holder, *_) = allgather_objects("lock", lock_holder(directory))
     deadline = time.monotonic() + SHARED_SECONDS
     while lock_holder(directory) != holder and time.monotonic() < deadline:
         time.sleep(0.2)
-    differ = [where for where in collect("directory", _host_without(directory, holder)) if where]
+    differ = [where for where in allgather_objects("directory", _host_without(directory, holder)) if where]
     if differ:
         raise ConfigError(
             f"run.dir={directory}: {', '.join(differ)} and process 0 do not see the same directory. Choose one on a "
@@ -289,7 +289,8 @@ def _host_without(directory: Path, holder: str) -> str:
 
 
 def read_saved_config(directory: Path) -> dict[str, Any]:
-    """A run's config.yaml: without a checkpoint, the only record of its model.  CheckpointError if it is invalid."""
+    """A run's config.yaml: without a checkpoint, the only record of its model.  Raises CheckpointError if it is
+    invalid."""
     try:
         return load_config(directory / CONFIG_FILE).model_dump(by_alias=True)
     except ConfigError as error:
@@ -301,20 +302,19 @@ def read_saved_config(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
-    """Records what ends the run early in its status.json, if it has one yet.  A start that is refused, before it has
-    written there, is none that counts."""
+    """Records an early end of the run in its status.json, unless the attempt was refused before it wrote there."""
     try:
         yield
-    except DamagedCheckpointError:  # training starts again from an older one
+    except DamagedCheckpointError:  # training restarts from an older one
         raise
     except BaseException as error:
         code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
         if isinstance(error, KeyboardInterrupt):
             code = Exit.INTERRUPTED
-        elif in_a_job() and tells_of_lost_peer(error):
+        elif in_a_job() and is_peer_failure(error):
             code = Exit.PEER_LOST
         with suppress(OSError, OutputError, CheckpointError):  # a full disk must not hide the original error
-            here = Status.read(status.path.parent)  # another run's, if the directory was moved and made again
+            here = Status.read(status.path.parent)  # another run's, if the directory was moved and recreated
             if jax.process_index() == 0 and here and here.run_id == status.run_id:
                 if here.restarts < status.restarts and isinstance(error, UserError):
                     here.write(state="failed", exit_code=int(code))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_lm.runtime.first_execution import alone_at_first
+from spmd_lm.runtime.first_execution import exclusive_first_call
 
 
 class Array:
@@ -24,7 +24,7 @@ def test_a_first_execution_waits_for_what_it_reads_and_for_what_it_makes():
         events.append("step")
         return {"loss": result}
 
-    program = alone_at_first(step)
+    program = exclusive_first_call(step)
     assert program({"weights": state}, batch) == {"loss": result}
     assert events == ["state is ready", "batch is ready", "step", "result is ready"]
     assert program(state, batch) == {"loss": result}
@@ -39,7 +39,7 @@ def test_an_execution_that_fails_was_none():
             raise RuntimeError("out of memory")
         return state
 
-    program = alone_at_first(step)
+    program = exclusive_first_call(step)
     with pytest.raises(RuntimeError, match="out of memory"):
         program(1)
     program(Array("state", events))

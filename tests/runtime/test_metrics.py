@@ -9,7 +9,7 @@ from spmd_lm.errors import CheckpointError
 from spmd_lm.files import write_atomically
 from spmd_lm.runtime import metrics
 from spmd_lm.runtime.formatting import format_duration, format_quantity
-from spmd_lm.runtime.metrics import BUCKETS, Clock, Life, MetricsLog, Status, read_records
+from spmd_lm.runtime.metrics import BUCKETS, Attempt, Clock, MetricsLog, Status, read_records
 from spmd_lm.runtime.progress import format_record
 
 
@@ -79,9 +79,9 @@ def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
 def test_status_reads_back(tmp_path):
     assert Status.read(tmp_path) is None
     status = Status(path=tmp_path / "status.json", state="running", step=3, restarts=1, goodput={"step": 1.5})
-    assert status.lives == []  # as of versions that did not write them
-    status.lives = [
-        Life(
+    assert status.attempts == []  # as of versions that did not write them
+    status.attempts = [
+        Attempt(
             started="2026-01-01T00:00:00+00:00",
             first_step=1,
             last_step=0,

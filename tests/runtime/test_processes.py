@@ -21,7 +21,7 @@ from spmd_lm.runtime.processes import (
     differences,
     in_a_job,
     in_tpu_slice,
-    tells_of_lost_peer,
+    is_peer_failure,
 )
 from tests import processes
 
@@ -392,4 +392,4 @@ def test_what_fails_for_want_of_a_process_says_so(message, lost):
     cause = jax.errors.JaxRuntimeError(message)
     save = CheckpointError("10 was not saved")
     save.__cause__ = cause
-    assert [tells_of_lost_peer(error) for error in (cause, save, ValueError(message))] == [lost, lost, False]
+    assert [is_peer_failure(error) for error in (cause, save, ValueError(message))] == [lost, lost, False]

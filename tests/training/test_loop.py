@@ -299,7 +299,7 @@ def test_every_start_is_recorded_with_what_it_ran_on(tmp_path):
 
 
 def test_the_last_starts_are_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_dir, "MAX_LIVES", 2)
+    monkeypatch.setattr(run_dir, "MAX_ATTEMPTS", 2)
     for steps in (1, 2, 3):
         loop.train(make_config(tmp_path, train__steps=steps))
     assert [life["first_step"] for life in status(tmp_path)["lives"]] == [2, 3]

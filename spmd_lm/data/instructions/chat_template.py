@@ -29,29 +29,25 @@ CHUNK = 64  # conversations that are sent at a time
 MAX_RENDERED = 10_000_000  # of a rendered conversation
 
 DATA_DATE = datetime.datetime(2024, 7, 26)
-"""What strftime_now tells of training data, so that it stays the same from day to day: the date that Llama 3.1's own
-template has where there is no clock."""
+"""The date that strftime_now returns for training data, the same on every day: the default in Llama 3.1's template."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """path: of the file that has it, for messages.  sources: `default`, and `tool_use` if tools have one of their own.
-    special_tokens: as bos_token, by the names that templates know."""
-
-    path: Path
-    sources: dict[str, str]
-    special_tokens: dict[str, str]
+    path: Path  # its file, for messages
+    sources: dict[str, str]  # `default`, and maybe `tool_use` for conversations with tools
+    special_tokens: dict[str, str]  # by the names that templates use: bos_token
 
 
 class Rendered(NamedTuple):
-    """A conversation as a text, and where the characters of its answers are: first, and past the last."""
+    """A conversation as a text, with the first and past-the-last characters of its answers."""
 
     text: str
     answers: list[tuple[int, int]]
 
 
 def find_template(data: Data, tokenizer: Tokenizer) -> ChatTemplate:
-    """That of data.chat_template, or else the tokenizer's own.  ConfigError if there is none, or jinja2 is missing."""
+    """data.chat_template, or else the tokenizer's own.  Raises ConfigError if there is none, or jinja2 is missing."""
     if not importlib.util.find_spec("jinja2"):
         raise ConfigError("chat templates: jinja2 is not installed. Install it: pip install 'spmd-lm[chat]'.")
     name, has_files = data.tokenizer, data.tokenizer != "bytes"
@@ -93,7 +89,7 @@ def _read_template(path: Path) -> str:
 
 
 def _special_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Those that a tokenizer_config.json declares; and where it is silent the tokenizer's own first and last token."""
+    """Special tokens by tokenizer_config.json, which overrides the tokenizer's own first and last token."""
     own = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
     spelled = {name: tokenizer.decode([number]) for name, number in own.items() if number is not None}
     declared = {name: settings[name] for name in SPECIAL_TOKENS if name in settings}
@@ -102,9 +98,10 @@ def _special_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str,
 
 
 class Renderer:
-    """One process that renders any number of conversations, and ends with the context.
+    """A process that renders any number of conversations, and ends with the context.
 
-    now: what the template's clock shows.  seconds: of a processor for each conversation."""
+    now: the template's clock.
+    seconds: of CPU time for each conversation."""
 
     def __init__(self, template: ChatTemplate, now: datetime.datetime = DATA_DATE, seconds: int = RENDERER_SECONDS):
         self.template, self.seconds = template, seconds
@@ -112,7 +109,7 @@ class Renderer:
         self.job = job | {"most": MAX_RENDERED, "memory": RENDERER_MEMORY, "seconds": seconds}
 
     def __enter__(self) -> "Renderer":
-        """DataError for a template that cannot be compiled."""
+        """Raises DataError for a template that does not compile."""
         command = [sys.executable, "-P", "-m", "spmd_lm.data.instructions.renderer"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
@@ -132,7 +129,7 @@ class Renderer:
         self.process.communicate()
 
     def render(self, conversations: Sequence[Conversation]) -> Iterator[Rendered]:
-        """Each conversation as a text, with its answers.  DataError for one that the template refuses."""
+        """Renders each conversation, with its answers.  Raises DataError for one that the template refuses."""
         for start in range(0, len(conversations), CHUNK):
             chunk = conversations[start : start + CHUNK]
             self._send([(each.messages, each.tools, False) for each in chunk])
@@ -141,7 +138,7 @@ class Renderer:
                 yield Rendered(text, [(first, past) for first, past in answers])
 
     def render_prompt(self, conversation: Conversation) -> str:
-        """A conversation as a text that an answer follows."""
+        """Renders a conversation up to where an answer begins."""
         self._send([(conversation.messages, conversation.tools, True)])
         return self._receive(conversation.location)
 
@@ -154,7 +151,7 @@ class Renderer:
             pass
 
     def _receive(self, location: str) -> Any:
-        """The next result.  DataError, with the location first, for an error or a dead process."""
+        """The next result.  Raises DataError, which begins with `location`, for an error or a dead process."""
         assert self.process.stdout
         try:
             answer = json.loads(self.process.stdout.readline())

@@ -1,6 +1,6 @@
-"""Conversations and completions as token ids, of which some are answers: what a `Corpus` is for plain text.
+"""Conversations and completions as token ids with a mask of answers.
 
-A conversation is tokenized once, as the text that its template makes of it, so that its ids are those of Hugging Face's
+A conversation is tokenized once, as rendered by its template, so its ids equal those of Hugging Face's
 apply_chat_template.  A token belongs to an answer if it begins in it."""
 
 import contextlib
@@ -25,25 +25,21 @@ SLICE = 4096  # conversations that are texts at a time
 
 @dataclasses.dataclass(frozen=True)
 class InstructionSplit:
-    """Conversations of the training or the validation data: N of them, K tokens in all.
-
-    truncated: conversations that lost their end.  dropped: further ones, of which no answer was left.  unanswered:
-    those of them that never had one.  resplit: conversations whose first answer follows other tokens than those of
-    what is before it alone, which generation begins from."""
+    """N conversations of the training or the validation data, with K tokens in all."""
 
     tokens: np.ndarray  # unsigned [K]
     is_answer: np.ndarray  # bool [K]
     bounds: np.ndarray  # int64 [N + 1]: conversation n is tokens[bounds[n] : bounds[n + 1]]
-    truncated: int
-    dropped: int
-    unanswered: int
-    resplit: int
+    truncated: int  # conversations that lost their end
+    dropped: int  # conversations left without an answer
+    unanswered: int  # dropped ones that never had an answer
+    resplit: int  # whose tokens before the first answer differ from those of that text alone, as generation has them
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def digest(self) -> bytes:
-        """SHA-256 of the tokens, of where conversations begin, and of what is answered."""
+        """SHA-256 of the tokens, the bounds of conversations, and the answers."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.is_answer, self.bounds):
             digest.update(f"{array.dtype.str}:{array.shape} ".encode())
@@ -61,7 +57,6 @@ class InstructionDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of both splits, in hex: two runs with the same one saw the same conversations."""
         return hashlib.sha256(b"".join(split.digest() for split in self._splits)).hexdigest()
 
     @property
@@ -69,7 +64,6 @@ class InstructionDataset:
         return [split for split in (self.train, self.validation) if split]
 
     def describe(self) -> str:
-        """One line: sizes, what was cut off, and the fingerprint."""
         truncated, dropped = sum(s.truncated for s in self._splits), sum(s.dropped for s in self._splits)
         resplit = sum(s.resplit for s in self._splits)
         tokens, answers = sum(s.tokens.size for s in self._splits), sum(int(s.is_answer.sum()) for s in self._splits)
@@ -84,10 +78,9 @@ class InstructionDataset:
 
 
 def load_instructions(data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int) -> InstructionDataset:
-    """Reads, renders and tokenizes both splits, for rows of `context` positions.
-
-    Raises DataError for files that are missing or malformed, for what the chat template refuses and for a token id not
-    below `vocab_size`; ConfigError for a tokenizer without what the files need."""
+    """Reads, renders and tokenizes both splits, for rows of `context` positions.  Raises DataError for missing or
+    malformed files, for conversations that the chat template refuses and for a token id not below `vocab_size`;
+    ConfigError for a tokenizer without what the files need."""
     splits = []
     for key, paths in {"data.path": data.paths, "data.validation_path": data.validation_paths}.items():
         if paths:
@@ -105,7 +98,7 @@ def load_instructions(data: Instructions, tokenizer: Tokenizer, vocab_size: int,
 def _make_split(
     lines: Lines, data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int
 ) -> InstructionSplit:
-    """Of what is longer than a row's positions and the last target, the end is left out."""
+    """Truncates to a row's positions and the last target."""
     ids, answers, truncated, dropped, unanswered, resplit = [], [], 0, 0, 0, 0
     for line, (ids_of_line, is_answer, is_resplit) in zip(lines, _tokenize(lines, data, tokenizer), strict=True):
         if tokenizer.vocab_size > vocab_size:
@@ -131,8 +124,7 @@ def _make_split(
 
 
 def _tokenize(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-    """The ids of each line, which of them are of answers, and whether those before the first answer are others than of
-    that text alone."""
+    """Token ids, answer mask and `resplit` of each line."""
     if any(isinstance(line, Completion) for line in lines) and tokenizer.eos_token_id is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer}: it has no token that ends a text, with which a completion ends. Use "
@@ -154,7 +146,7 @@ def _tokenize(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterato
 
 
 def _render(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[Rendered]:
-    """Each line as a text, with its answers.  A template is needed for messages alone."""
+    """Renders each line.  Only messages need a template."""
     conversations = [line for line in lines if isinstance(line, Conversation)]
     with contextlib.ExitStack() as stack:
         rendered: Iterator[Rendered] = iter(())
@@ -169,8 +161,7 @@ def _render(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[
 
 
 def _complete(ids: np.ndarray, is_answer: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The ids after the token that begins a prompt, as `generate` puts it, and before the one that ends a text, which
-    is of the answer."""
+    """Adds the first token, as `generate` does, and the token that ends a text, which belongs to the answer."""
     begun = begin(tokenizer, ids, prompt=True)
     is_answer = np.pad(is_answer, (len(begun) - len(ids), 0))
     if is_answer[-1:].any() and begun[-1] == tokenizer.eos_token_id:  # as the completion has it

@@ -15,7 +15,7 @@ from spmd_lm.errors import DataError
 
 
 class Completion(NamedTuple):
-    """A text that is read, and one that is learned."""
+    """A prompt, and the text to learn."""
 
     location: str  # file and line, for messages
     prompt: str
@@ -23,7 +23,7 @@ class Completion(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages, and the tools that the model is told of."""
+    """Messages, and the tools offered to the model."""
 
     location: str
     messages: list[dict[str, Any]]  # without keys whose value is null
@@ -61,8 +61,7 @@ class InstructionLine(BaseModel):
 
 
 def read_instructions(patterns: list[str], key: str) -> list[Completion | Conversation]:
-    """What files, globs and directories have, in order.
-
+    """Conversations in files, globs and directories, in order.
     key: the configuration key that holds `patterns`.  Raises DataError for missing, unreadable or malformed files."""
     read: list[Completion | Conversation] = []
     for document in read_documents(patterns, key, (".jsonl",)):

@@ -1,7 +1,7 @@
 """Rows of conversations: one in each, or as many as fit.
 
-Packing is best fit decreasing: the longest conversation first, each into the row with the least room that it fits.  It
-depends on their lengths alone, so an epoch is a number of rows, which each epoch shuffles, as `Loader` does."""
+Packing is best fit decreasing: the longest conversation first, each into the fullest row with room for it.  Packing
+depends on lengths alone, so an epoch is a fixed set of rows, shuffled by `Loader`."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ from spmd_lm.batch import Batch
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.instructions.dataset import InstructionDataset
-from spmd_lm.data.loader import Loader, RowDraws, SplitName
+from spmd_lm.data.loader import Loader, SampleIndices, SplitName
 from spmd_lm.errors import ConfigError
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Indices of the conversations of each row; none is longer than a row's capacity."""
+    """Indices of the conversations in each row; none is longer than a row's capacity."""
     packed: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit n: some row has room for n positions
@@ -35,10 +35,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class InstructionLoader(Loader):
-    """Targets are the tokens one position later; those that are of no answer have no weight.  The last token of a
-    conversation is a target alone, so that one of N tokens has N - 1 positions, which begin at 0.
-
-    Raises ConfigError if there is no validation data."""
+    """Targets are the next tokens; those outside answers have no weight.  A conversation's last token is only a target,
+    so N tokens take N - 1 positions, from 0 on.  Raises ConfigError if there is no validation data."""
 
     def __init__(self, dataset: InstructionDataset, config: RunConfig, split: SplitName):
         conversations = dataset.train if split == "training" else dataset.validation
@@ -49,12 +47,12 @@ class InstructionLoader(Loader):
         self.packed = pack_best_fit(lengths, config.model.context) if is_packed else [[n] for n in range(len(lengths))]
         super().__init__(config, split, len(self.packed))
 
-    def read(self, draws: RowDraws) -> Batch:
-        shape = len(draws.example_R), self.context
+    def read(self, indices: SampleIndices) -> Batch:
+        shape = len(indices.example_R), self.context
         tokens, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
         split = self.conversations
-        for row, example in enumerate(draws.example_R.tolist()):
+        for row, example in enumerate(indices.example_R.tolist()):
             column = 0
             for segment, index in enumerate(self.packed[example], start=1):
                 first, last = split.bounds[index], split.bounds[index + 1] - 1
@@ -66,8 +64,8 @@ class InstructionLoader(Loader):
         return Batch(
             tokens=tokens,
             targets=targets,
-            loss_weights=weights * draws.valid_R[:, None],
+            loss_weights=weights * indices.valid_R[:, None],
             positions=positions,
             segments=segments,
-            sample_ids=draws.sample_ids_R.astype(np.int32),
+            sample_ids=indices.sample_ids_R.astype(np.int32),
         )

@@ -1,11 +1,10 @@
-"""A program that renders conversations by a chat template, within bounds of memory and time.
+"""A program that renders conversations with a chat template, within bounds of memory and time.
 
-A template is a program that comes with a model: it may loop for ever, fill the memory, or look for a way out of its
-sandbox.  So it runs here, in a process that writes no file and that the system ends at its limits.
+A template is a program that comes with a model: it may loop forever, fill the memory, or try to leave its sandbox.  So
+it runs in a process that writes no file and that the system ends at its limits.
 
 Standard input has a line with a job, then lines with lists of conversations; standard output gets a line for the job,
-once the template is compiled, and one for each conversation.  All lines are JSON; `chat_template` writes and reads
-them."""
+once the template is compiled, and one for each conversation.  All lines are JSON; `chat_template` is the other side."""
 
 import json
 import math
@@ -29,22 +28,22 @@ QUOTED = 40  # characters of a text that a message quotes
 
 
 class Refusal(Exception):
-    """What is wrong with a template, or with a conversation by it, in a sentence without its period."""
+    """The fault of a template, or of a conversation with it: a sentence without its period."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What is not safe is an error even where the template has no use for it."""
+    """Raises for every unsafe attribute, even an unused one."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}, which no template may have")
 
 
 class GenerationBlocks(Extension):
-    """{% generation %}..{% endgeneration %}: what a model writes, by the template's own word."""
+    """{% generation %}..{% endgeneration %} blocks, which mark the text that a model writes."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
-    blocks: list[str]  # of the text so far
-    marked: list[tuple[int, str]]  # what such blocks have, and its first character in the text
+    blocks: list[str]  # the text so far
+    marked: list[tuple[int, str]]  # first character and text of each such block
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -60,7 +59,7 @@ class GenerationBlocks(Extension):
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ):
-    """jinja2's own escapes HTML."""
+    """Like jinja2's filter, but without its HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -69,9 +68,11 @@ def raise_exception(message: str) -> NoReturn:
 
 
 class Templates:
-    """The templates of a job: `default`, and `tool_use` for conversations with tools if there is one.
+    """Compiled templates of a job: `default`, and maybe `tool_use` for conversations with tools.
 
-    variables: bos_token and others.  now: what strftime_now tells, as ISO 8601.  most: characters of a text."""
+    variables: bos_token and others.
+    now: value of strftime_now, as ISO 8601.
+    most: characters of a text."""
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str], now: str, most: int):
         self.sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
@@ -86,7 +87,7 @@ class Templates:
         self.compiled = {name: self.sandbox.from_string(source) for name, source in sources.items()}
 
     def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:
-        """The text of these messages; prompt: and what an answer begins with."""
+        """The text of these messages; prompt: with the beginning of an answer."""
         template = self.compiled["tool_use" if tools and "tool_use" in self.compiled else "default"]
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         context = template.new_context(self.variables | given)
@@ -105,7 +106,8 @@ class Templates:
         return text
 
     def answers(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where the characters of its answers are.  Refusal if that cannot be told."""
+        """The text of a conversation, and the character ranges of its answers.  Raises Refusal if they are
+        uncertain."""
         text = self.render(messages, tools, prompt=False)
         if spans := [(start, start + len(part)) for start, part in self.generation.marked]:
             return text, spans
@@ -120,13 +122,13 @@ class Templates:
 
 
 def answer_of(written: str, message: dict[str, Any]) -> str:
-    """What the template writes of an answer, without the white space after the token that ends the turn."""
+    """An answer as written, without white space after the token that ends the turn."""
     answer, content = written.rstrip(), str(message.get("content", "")).strip()
     return written if content and answer.endswith(content) else answer  # then white space ends it, or nothing
 
 
 def require_prefix(first: str, longer: str, what: str) -> None:
-    """Refusal unless the longer text begins with the first."""
+    """Raises Refusal unless the longer text begins with the first."""
     if longer.startswith(first):
         return
     at = next((i for i, (a, b) in enumerate(zip(first, longer, strict=False)) if a != b), len(longer))
@@ -140,7 +142,7 @@ def require_prefix(first: str, longer: str, what: str) -> None:
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """{"result": ..}, or {"error": ..} that says what is wrong with the template."""
+    """{"result": ..}, or {"error": ..} with the template's fault."""
     try:
         return {"result": function(*arguments)}
     except Refusal as refusal:

@@ -1,14 +1,14 @@
 """Whole-word span masking: which words of a row are masked, and what replaces them (Megatron's and ALBERT's n-grams).
 
-Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (rounded at random) of
-n = 1..max_span words, with probability proportional to 1/n.  Their lengths are quantiles of that distribution behind
-one random offset, so every row has the right proportions.  Positions are uniform among all arrangements in which no two
-spans touch: the F words left visible have F + 1 gaps, of which K are drawn without replacement.  The expected fraction
-of masked words, and of masked tokens, is exactly mask_prob; drawing spans until a budget is full would bias it, or
-shorten the last span.
+Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (rounded at random) of n
+= 1..max_span words, with probability proportional to 1/n.  Lengths are quantiles of that distribution at one random
+offset, so every row has the right proportions.  Positions are uniform among all arrangements in which no two spans
+touch: the F visible words have F + 1 gaps, of which K are drawn without replacement.  The expected fraction of masked
+  words, and of masked tokens, is exactly mask_prob; drawing spans until a budget is full would bias it, or shorten the
+  last span.
 
-A span is replaced as a unit: 80% by [MASK] throughout, 10% by random tokens, 10% not at all; again by quantiles.  One
-word of a row always stays visible: in a row of one word nothing is masked.
+A span is replaced as a unit: 80% by [MASK] throughout, 10% by random tokens, 10% not at all; again by quantiles.  At
+least one word of a row stays visible: in a row of one word nothing is masked.
 
 Shape suffixes: R rows, N tokens, W words, K spans, G gaps between words."""
 
@@ -27,20 +27,21 @@ LAST = np.uint64(2**64 - 1)  # sorts behind every draw
 def choose_replacements(
     word_starts_RN: np.ndarray, lengths_R: np.ndarray, keys_R: np.ndarray, mask_prob: float, max_span: int
 ) -> np.ndarray:
-    """What happens to each token, uint8 [R, N]: UNSELECTED, MASKED, RANDOM or UNCHANGED.
+    """The fate of each token, uint8 [R, N]: UNSELECTED, MASKED, RANDOM or UNCHANGED.
 
-    word_starts: which tokens begin a word, the first of each row among them; lengths: tokens of each row, the others
-    are padding; keys: uint64, one per row."""
+    word_starts: marks the first token of each word, and of each row.
+    lengths: tokens of each row; the others are padding.
+    keys: uint64, one per row."""
     real_RN = np.arange(word_starts_RN.shape[1]) < lengths_R[:, None]
     word_RN = np.cumsum(word_starts_RN & real_RN, axis=1, dtype=np.int32) - 1
     words_R = word_RN[:, -1] + 1
     spans_RK = _span_lengths(words_R, keys_R, mask_prob, max_span)
     if spans_RK.shape[1] == 0:
         return np.zeros(word_starts_RN.shape, np.uint8)
-    unused = int(words_R.max()) + 1  # the last column, which is not read: where steps go of spans that are not there
+    unused = int(words_R.max()) + 1  # a last column, never read, for absent spans
     starts_RK = np.where(spans_RK > 0, _span_starts(words_R, spans_RK, keys_R), unused)
     step_RK = _span_replacements(spans_RK, keys_R).astype(np.int8)
-    # The running sum of a step up where a span starts and a step down where it ends, which never meet at one word.
+    # The running sum of a step up at a span's start and a step down at its end; spans never touch, so steps never meet.
     steps_RW = np.zeros((len(words_R), unused + 1), np.int8)
     np.put_along_axis(steps_RW, starts_RK, step_RK, axis=1)
     np.put_along_axis(steps_RW, starts_RK + spans_RK, -step_RK, axis=1)
@@ -51,7 +52,7 @@ def choose_replacements(
 def apply_replacements(
     tokens_RN: np.ndarray, replacements_RN: np.ndarray, keys_R: np.ndarray, mask_id: int, text_ids: np.ndarray
 ) -> np.ndarray:
-    """The tokens as the model reads them.  text_ids: the ids that each random token is drawn from."""
+    """The model's input tokens.  text_ids: ids that random tokens are drawn from."""
     masked_RN = np.where(replacements_RN == MASKED, tokens_RN.dtype.type(mask_id), tokens_RN)
     row, column = np.nonzero(replacements_RN == RANDOM)
     masked_RN[row, column] = text_ids[fold_in(keys_R[row], TOKEN_STREAM, column) % len(text_ids)]
@@ -59,7 +60,7 @@ def apply_replacements(
 
 
 def _span_lengths(words_R: np.ndarray, keys_R: np.ndarray, mask_prob: float, max_span: int) -> np.ndarray:
-    """Words per span [R, K], in no order of position; 0 where a row has fewer spans."""
+    """Words per span [R, K], not in order of position; 0 where a row has fewer spans."""
     harmonic = np.cumsum(1 / np.arange(1, max_span + 1))
     longest_R = np.clip(words_R - 1, 1, max_span)
     total_R = harmonic[longest_R - 1]
@@ -68,7 +69,7 @@ def _span_lengths(words_R: np.ndarray, keys_R: np.ndarray, mask_prob: float, max
     quantile_RK = (k + uniform(keys_R, LENGTH_STREAM)[:, None]) / np.maximum(count_R, 1)[:, None]
     spans_RK = 1 + np.searchsorted(harmonic, quantile_RK * total_R[:, None], side="right")
     spans_RK = np.where(k < count_R[:, None], np.minimum(spans_RK, longest_R[:, None]), 0)
-    # A visible word between any two spans, and at least one: only short rows at high rates lack the room.
+    # One visible word between any two spans, and at least one: only short rows at high rates lack the room.
     fits_RK = np.cumsum(spans_RK, axis=1) + np.maximum(k, 1) <= words_R[:, None]
     return np.where(fits_RK, spans_RK, 0)
 
@@ -82,7 +83,7 @@ def _span_starts(words_R: np.ndarray, spans_RK: np.ndarray, keys_R: np.ndarray) 
     draws_RG[gaps > visible_R[:, None]] = LAST
     smallest_RK = np.argpartition(draws_RG, count - 1, axis=1)[:, :count]
     order_RK = np.argsort(np.take_along_axis(draws_RG, smallest_RK, axis=1), axis=1)
-    gap_RK = np.take_along_axis(smallest_RK, order_RK, axis=1)  # in random order, so that lengths may be in any
+    gap_RK = np.take_along_axis(smallest_RK, order_RK, axis=1)  # in random order, so lengths may be in any order
     masked_RG = np.zeros(draws_RG.shape, np.int32)
     np.put_along_axis(masked_RG, gap_RK, spans_RK.astype(np.int32), axis=1)
     masked_before_RG = np.cumsum(masked_RG, axis=1, dtype=np.int32) - masked_RG

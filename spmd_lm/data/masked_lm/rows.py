@@ -1,10 +1,10 @@
 """Rows of masked text: [CLS] A [SEP] B [SEP], where A and B are two segments of one document, or [CLS] A [SEP].
 
-A document is cut into windows of the text that a row holds, as many as fit, at a new offset each epoch; a shorter
-document is one window.  A window is trimmed to whole sentences or lines, else to whole words.  A row never has text of
-two documents; a short one is padded.  Spans are masked first; then the row is cut in two where a sentence or a line
-begins and no span is, so no span reaches from A into B.  In half of the rows A and B are swapped (ALBERT's sentence
-order, arXiv:1909.11942).  Only their content tells which came first: both begin and end alike.
+A document is cut into as many windows of a row's text as fit, at a new offset each epoch; a shorter document is one
+window.  A window is trimmed to whole sentences or lines, else to whole words.  A row never mixes documents; a short one
+is padded.  Spans are masked first; then the row is cut in two at the start of a sentence or line outside of spans, so
+no span reaches from A into B.  In half of the rows A and B are swapped (ALBERT's sentence order, arXiv:1909.11942).
+Only their content reveals the order: both begin and end alike.
 
 Everything is drawn from (seed, epoch, window), so each epoch has its own masks, cuts and swaps.
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName, how_to_add_text
+from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, SampleIndices, SplitName, how_to_add_text
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
 from spmd_lm.data.token_array import TokenArray
@@ -60,8 +60,8 @@ class MaskedLMLoader(Loader):
                 f"{how_to_add_text(config, split)}, or set train.eval_every=0."
             )
 
-    def read(self, draws: RowDraws) -> Batch:
-        window_R, epoch_R, objective, special = draws.example_R, draws.epoch_R, self.objective, self.special
+    def read(self, indices: SampleIndices) -> Batch:
+        window_R, epoch_R, objective, special = indices.example_R, indices.epoch_R, self.objective, self.special
         document_R = np.searchsorted(self.first_window_D, window_R, side="right") - 1
         offset_R = self.start_D[document_R] + (window_R - self.first_window_D[document_R]) * self.text_size
         if epoch_R is None:
@@ -77,13 +77,13 @@ class MaskedLMLoader(Loader):
             word_starts_RP, length_R, mask_key_R, objective.mask_prob, objective.max_span
         )
         masked_RP = apply_replacements(tokens_RP, replacements_RP, mask_key_R, special.mask, self.text_ids)
-        weights_RP = ((replacements_RP != UNSELECTED) & draws.valid_R[:, None]).astype(np.float32)
+        weights_RP = ((replacements_RP != UNSELECTED) & indices.valid_R[:, None]).astype(np.float32)
         cut_R = self._cut(tokens_RP, word_starts_RP, replacements_RP, key_R)
         swapped_R = (cut_R > 0) & (uniform(key_R, SWAP_STREAM) < 0.5)
         source_RT, valid_RT, in_b_RT = _layout(length_R, cut_R, swapped_R, self.text_size, self.context)
 
         def lay_out(columns_RP: np.ndarray, *specials: int) -> np.ndarray:
-            """[R, T] from columns of text and the values of CLS, SEP and PAD."""
+            """[R, T] from columns of text and the values for CLS, SEP and PAD."""
             specials_R3 = np.broadcast_to(np.array(specials, columns_RP.dtype), (len(columns_RP), 3))
             return np.take_along_axis(np.concatenate([columns_RP, specials_R3], axis=1), source_RT, axis=1)
 
@@ -94,17 +94,17 @@ class MaskedLMLoader(Loader):
             loss_weights=lay_out(weights_RP, 0, 0, 0),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), source_RT.shape),
             segments=valid_RT.astype(np.int32),
-            sample_ids=draws.sample_ids_R.astype(np.int32),
+            sample_ids=indices.sample_ids_R.astype(np.int32),
             token_type_ids=in_b_RT.astype(np.int32) if self.has_token_types else None,
             labels=swapped_R.astype(np.int32) if ordered else None,
-            label_weights=((cut_R > 0) & draws.valid_R).astype(np.float32) if ordered else None,
+            label_weights=((cut_R > 0) & indices.valid_R).astype(np.float32) if ordered else None,
         )
 
     def _read_text(
         self, document_R: np.ndarray, offset_R: np.ndarray, key_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The text of each row's window, trimmed and left-aligned: tokens int32 [R, P], where words start bool [R, P],
-        length [R]."""
+        """Reads each row's window, trimmed and left-aligned: tokens int32 [R, P], word starts bool [R, P], length
+        [R]."""
         size, start_R, stop_R = self.text_size, self.start_D[document_R], self.stop_D[document_R]
         available_R = np.minimum(size, stop_R - offset_R)
 
@@ -132,14 +132,13 @@ class MaskedLMLoader(Loader):
         self, words_RQ: np.ndarray, sentences_RQ: np.ndarray, available_R: np.ndarray, key_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the first token to keep [R] and past the last one [R], at boundaries of sentences or of words.
-
-        Words that begin or end outside the window are left out, but a word longer than the window is cut.  With
-        probability short_seq_prob a row asks for a random number of tokens, from 2 on, otherwise for all."""
+        Words that cross the window's edges are left out, but a word longer than the window is cut.  With probability
+        short_seq_prob a row asks for a random number of tokens, at least 2, otherwise for all."""
         ordered = self.objective.sentence_order
         short_R = uniform(key_R, SHORT_STREAM) < self.objective.short_seq_prob
         draw_R = (uniform(key_R, SHORT_LENGTH_STREAM) * np.maximum(available_R - 1, 1)).astype(np.int64)
         asked_R = np.where(short_R, 2 + draw_R, available_R)
-        # Rows are cut between sentences.  If they began and ended elsewhere, their edges would tell which came first.
+        # Rows are cut between sentences; edges elsewhere would reveal which segment came first.
         by_sentence_R = ordered & (sentences_RQ.sum(axis=1) > 2)
         bounds_RQ = np.where(by_sentence_R[:, None], sentences_RQ, words_RQ)
         r = np.arange(len(bounds_RQ))
@@ -156,13 +155,14 @@ class MaskedLMLoader(Loader):
     def _cut(
         self, tokens_RP: np.ndarray, word_starts_RP: np.ndarray, replacements_RP: np.ndarray, key_R: np.ndarray
     ) -> np.ndarray:
-        """The column where the second segment begins [R]: a sentence if possible, else a word; 0 if the row has one."""
+        """The column where the second segment begins [R]: a sentence if possible, else a word; 0 for a single
+        segment."""
         if not self.objective.sentence_order:
             return np.zeros(len(tokens_RP), np.int64)
         visible_RP = replacements_RP == UNSELECTED
         words_RP = word_starts_RP.copy()
         words_RP[:, 0] = False
-        words_RP[:, 1:] &= visible_RP[:, 1:] | visible_RP[:, :-1]  # no two spans touch: elsewhere both are of one span
+        words_RP[:, 1:] &= visible_RP[:, 1:] | visible_RP[:, :-1]  # no two spans touch: two masked words share a span
         sentences_RP = words_RP & self.words.sentence_starts(tokens_RP)
         candidates_RP = np.where(sentences_RP.any(axis=1)[:, None], sentences_RP, words_RP)
         rank_RP = np.cumsum(candidates_RP, axis=1, dtype=np.int32)
@@ -173,9 +173,8 @@ class MaskedLMLoader(Loader):
 def _layout(
     length_R: np.ndarray, cut_R: np.ndarray, swapped_R: np.ndarray, text_size: int, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each position [R, T]: the column its token comes from; whether it is not padding; whether it is in B.
-
-    Columns are `text_size` tokens of text, then CLS, SEP and PAD.  cut: 0 where a row has one segment."""
+    """The source column, validity and segment (True: B) of each position, [R, T] each.  Columns are `text_size` tokens
+    of text, then CLS, SEP and PAD.  cut: 0 for a single segment."""
     cls, sep, pad = text_size + np.arange(3)
     t = np.arange(context)
     length, cut, swapped, paired = (x[:, None] for x in (length_R, cut_R, swapped_R, cut_R > 0))

@@ -1,8 +1,8 @@
-"""Where words and sentences begin, from token ids alone: nothing is stored beside the tokens of a corpus.
+"""Starts of words and sentences, from token ids alone: nothing is stored beside the tokens of a corpus.
 
 A word is a run of letters, digits and underscores (every byte beyond ASCII counts as a letter), or a run of other
-signs; white space before it belongs to it.  If a vocabulary marks continuations (BERT's '##') or beginnings
-(SentencePiece's U+2581), a word is what the marks say.
+signs; white space before it belongs to it.  In a vocabulary that marks continuations (BERT's '##') or beginnings
+(SentencePiece's U+2581), the marks define words.
 
 Shape suffixes: V vocabulary, N tokens."""
 
@@ -16,7 +16,7 @@ import numpy as np
 SPACE, LETTER, SIGN, WORD_START, CONTINUATION, SPECIAL = range(6)
 
 
-# bool [6, 6]: whether a token begins a word, by the last kind of the token before and its own first kind.
+# bool [6, 6]: a token begins a word, by the last kind of the token before it and its own first kind.
 STARTS_WORD = ~np.eye(6, dtype=bool)
 STARTS_WORD[SPACE] = False
 STARTS_WORD[:, WORD_START], STARTS_WORD[:, CONTINUATION] = True, False
@@ -25,7 +25,7 @@ STARTS_WORD[SPECIAL], STARTS_WORD[:, SPECIAL] = True, True
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that rows are assembled with; encoded text contains none of them."""
+    """Ids that rows are assembled with; encoded text contains none of them."""
 
     cls: int
     sep: int
@@ -35,16 +35,16 @@ class SpecialTokens:
 
 @dataclasses.dataclass(frozen=True)
 class WordBoundaries:
-    """Tables over token ids that tell where words and sentences begin."""
+    """Tables over token ids that locate starts of words and sentences."""
 
     first_kind_V: np.ndarray  # uint8: the kind of the token's first character
-    last_kind_V: np.ndarray  # uint8: and of its last
+    last_kind_V: np.ndarray  # uint8: of its last
     ends_sentence_V: np.ndarray  # bool: it ends with . ! or ?
     starts_line_V: np.ndarray  # bool: it begins with a line break
 
     @classmethod
     def from_bytes(cls, tokens: Sequence[bytes | None]) -> "WordBoundaries":
-        """For tokens that are bytes of text; None is a special token."""
+        """Tables for tokens that are bytes of text; None is a special token."""
         first = [_kind(token[:1]) if token else SPECIAL for token in tokens]
         last = [_kind(token[-1:]) if token else SPECIAL for token in tokens]
         return cls(
@@ -56,7 +56,7 @@ class WordBoundaries:
 
     @classmethod
     def from_marked(cls, tokens: Sequence[str | None], starts_word: Sequence[bool]) -> "WordBoundaries":
-        """For tokens whose marks say whether they begin a word; None is a special token."""
+        """Tables for tokens marked as beginning a word or not; None is a special token."""
         kinds = np.where(starts_word, WORD_START, CONTINUATION).astype(np.uint8)
         kinds[[token is None for token in tokens]] = SPECIAL
         spelled = cls.from_bytes([None if token is None else token.encode() for token in tokens])
@@ -64,17 +64,18 @@ class WordBoundaries:
 
     @functools.cached_property
     def text_ids(self) -> np.ndarray:
-        """The ids of all but special tokens, int32."""
+        """Ids of all but special tokens, int32."""
         return np.flatnonzero(self.first_kind_V != SPECIAL).astype(np.int32)
 
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
-        """bool like ids [..., N]: which tokens begin a word.  The first of each row is taken to."""
+        """Mask of tokens that begin a word, bool like ids [..., N]; each row's first token does."""
         starts = np.ones(ids.shape, bool)
         starts[..., 1:] = STARTS_WORD[self.last_kind_V[ids[..., :-1]], self.first_kind_V[ids[..., 1:]]]
         return starts
 
     def sentence_starts(self, ids: np.ndarray) -> np.ndarray:
-        """bool like ids [..., N]: which tokens, if they begin a word, begin a sentence or a line, by punctuation."""
+        """Mask of tokens that, if they begin a word, begin a sentence or a line, by punctuation; bool like ids [...,
+        N]."""
         separate_V = ~np.isin(self.first_kind_V, (LETTER, SIGN, CONTINUATION))  # the dot of 3.14 ends no sentence
         starts = np.zeros(ids.shape, bool)
         after_stop = self.ends_sentence_V[ids[..., :-1]] & separate_V[ids[..., 1:]]

@@ -1,4 +1,4 @@
-"""A task's examples, tokenized: what a `Corpus` is for plain text.  `loader` makes rows of them."""
+"""A task's tokenized examples, of which `loader` makes rows."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ class Split:
     text_pairs: np.ndarray  # int64 [P, 2]: indices of texts; -1 for a second text that is missing
     labels: np.ndarray  # int32 [E]: the class, or the index of the correct choice
     questions: tuple[Question, ...]  # of SQuAD; else empty
-    max_label_location: str  # where an example with the highest label stands
+    max_label_location: str  # of an example with the highest label
     skipped_lines: int
 
     @classmethod
@@ -58,7 +58,6 @@ class Split:
         )
 
     def digest(self) -> bytes:
-        """SHA-256 of the tokens, the labels and the answers."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.bounds, self.offset_mapping, self.text_pairs, self.labels):
             if array is not None:
@@ -79,11 +78,9 @@ class TaskDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of both splits, in hex: two runs with the same one saw the same examples."""
         return hashlib.sha256(self.train.digest() + self.validation.digest()).hexdigest()
 
     def describe(self) -> str:
-        """One line: sizes and fingerprint."""
         splits = self.train, self.validation
         skipped = sum(split.skipped_lines for split in splits)
         tokens = sum(split.tokens.size for split in splits)

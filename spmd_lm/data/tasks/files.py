@@ -1,4 +1,4 @@
-"""Reads labelled examples from the files in which their tasks are published.
+"""Reads labelled examples from the files that their tasks are published in.
 
 task   in directories  a file
 mnli   .tsv            GLUE's, header: sentence1, sentence2, gold_label; skipped where gold_label is '-' (no majority)
@@ -32,7 +32,7 @@ class SquadAnswer(BaseModel):
 
 
 class Question(NamedTuple):
-    """What a predicted answer is scored with."""
+    """The reference that a predicted answer is scored against."""
 
     context: str
     answers: list[SquadAnswer]  # one per annotator; empty if the context does not answer the question
@@ -51,8 +51,7 @@ class Example(NamedTuple):
 
 
 def read_examples(task: str, patterns: list[str], key: str) -> tuple[list[Example], int]:
-    """The examples of files, globs and directories, in order; and how many lines were skipped on purpose.
-
+    """The examples of files, globs and directories, in order, and the number of lines skipped on purpose.
     key: the configuration key that holds `patterns`.  Raises DataError for missing, unreadable or malformed files."""
     suffixes, parse = FORMATS[task]
     entries = [entry for document in read_documents(patterns, key, suffixes) for entry in parse(document)]
@@ -72,7 +71,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Tsv:
-    """Which columns of a TSV file hold an example's texts and label."""
+    """The columns of a TSV file with an example's texts and label."""
 
     text: str
     text_pair: str | None
@@ -83,7 +82,7 @@ class Tsv:
     skip_malformed: bool = False  # skip lines with a wrong number of columns; otherwise an error
 
     def parse(self, document: Document) -> Iterator[Example | None]:
-        """Examples; None for a line that is skipped."""
+        """Yields examples; None for a skipped line."""
         lines = _lines(document)
         columns = self.columns or self._header(*next(lines))
         for location, line in lines:
@@ -123,7 +122,7 @@ class Tsv:
 
 
 def _abbreviated(columns: Sequence[str]) -> str:
-    """Column names for a message.  The first line of a file of another kind may be of any length."""
+    """Column names for a message; the first line of another kind of file may be long."""
     names = ", ".join(columns)
     return names if len(names) <= 120 else f"{names[:120]}.."
 
@@ -174,7 +173,7 @@ class LabelledText(BaseModel):
 
 
 def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterator[tuple[str, Schema]]:
-    """The location and value of each line that is not blank, or of the whole document.  Raises DataError."""
+    """Yields location and value of each line that is not blank, or of the whole document.  Raises DataError."""
     texts = _lines(document) if by_line else iter([(str(document.path), document.text.decode("utf-8-sig"))])
     for location, text in texts:
         if by_line and not text.strip():
@@ -199,10 +198,8 @@ def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterat
 
 
 def fill_blank(question: str, option: str) -> str:
-    """A question of RACE with an option in the place of its blank, or after it.
-
-    White space is collapsed: this is how RACE is usually prepared, and WordPiece vocabularies ignore repeated
-    spaces."""
+    """A RACE question with an option in its blank, or after it.  White space is collapsed: this is how RACE is usually
+    prepared, and WordPiece vocabularies ignore repeated spaces."""
     question = question if "_" in question else f"{question} _"
     return " ".join(question.replace("_", option).split())
 
@@ -252,7 +249,7 @@ def _parse_jsonl(document: Document) -> Iterator[Example]:
 MNLI_CLASSES = ("entailment", "neutral", "contradiction")
 COLA_COLUMNS = ("source", "label", "mark", "sentence")
 FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Document], Iterator[Example | None]]]] = {
-    # task: the suffixes of the files to read in a directory, and their parser
+    # task: file suffixes in a directory, and parser
     "mnli": ((".tsv",), Tsv("sentence1", "sentence2", "gold_label", MNLI_CLASSES, unlabelled="-").parse),
     # The published train.tsv has line breaks inside some questions.
     "qqp": ((".tsv",), Tsv("question1", "question2", "is_duplicate", ("0", "1"), skip_malformed=True).parse),

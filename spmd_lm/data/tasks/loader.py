@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, RunConfig
-from spmd_lm.data.loader import Loader, RowDraws, SplitName
+from spmd_lm.data.loader import Loader, SampleIndices, SplitName
 from spmd_lm.data.tasks.dataset import Split
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import DataError
@@ -20,20 +20,19 @@ from spmd_lm.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """The features of a split, as slices of its texts, with their labels."""
+    """A split's features, as slices of its texts, with labels."""
 
     start: np.ndarray  # int64 [N, 2]: where A and B start in split.tokens
-    length: np.ndarray  # int64 [N, 2]: how many tokens of each the row holds
-    has_pair: np.ndarray  # bool [N]: whether there is a B
+    length: np.ndarray  # int64 [N, 2]: tokens of each in the row
+    has_pair: np.ndarray  # bool [N]: there is a B
     example: np.ndarray  # int64 [N]: index of the example
     labels: np.ndarray  # int32 [N]: class, or correct choice, or the position where the answer starts (0: none here)
     end_positions: np.ndarray | None  # int32 [N]: the position of the answer's last token; None without answers
 
 
 class TaskLoader(Loader):
-    """An example of the shuffle is a feature, or all the features of one multiple-choice question.
-
-    Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is not a class."""
+    """Shuffles features, or multiple-choice questions with all their features.  Raises ConfigError for a vocabulary
+    without [CLS] and [SEP], DataError for a label that is not a class."""
 
     def __init__(self, task_split: Split, tokenizer: Tokenizer, config: RunConfig, split: SplitName):
         self.special, _ = tokenizer.special_tokens_and_words()
@@ -50,11 +49,11 @@ class TaskLoader(Loader):
             self.features = _truncated(task_split, config.model.context, rows_per_example)
         super().__init__(config, split, len(self.features.example) // rows_per_example, rows_per_example)
 
-    def read(self, draws: RowDraws) -> Batch:
+    def read(self, indices: SampleIndices) -> Batch:
         features, tokens, special = self.features, self.task_split.tokens, self.special
         position = np.arange(self.context)
-        choice_R = draws.sample_ids_R % self.rows_per_example
-        rows_R = draws.example_R * self.rows_per_example + choice_R
+        choice_R = indices.sample_ids_R % self.rows_per_example
+        rows_R = indices.example_R * self.rows_per_example + choice_R
         start_a, start_b = features.start[rows_R].T[..., None]
         length_a, length_b = features.length[rows_R].T[..., None]
         has_pair = features.has_pair[rows_R][:, None]
@@ -71,16 +70,16 @@ class TaskLoader(Loader):
             loss_weights=None,
             positions=np.broadcast_to(position.astype(np.int32), in_row.shape),
             segments=in_row.astype(np.int32),
-            sample_ids=draws.sample_ids_R.astype(np.int32),
+            sample_ids=indices.sample_ids_R.astype(np.int32),
             token_type_ids=in_b.astype(np.int32) if self.has_token_types else None,
             labels=features.labels[rows_R],
             end_positions=None if features.end_positions is None else features.end_positions[rows_R],
-            label_weights=(draws.valid_R & (choice_R == 0)).astype(np.float32),
+            label_weights=(indices.valid_R & (choice_R == 0)).astype(np.float32),
         )
 
 
 def _text_slices(split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Start and number of tokens of both texts of each pair, int64 [P, 2]; 0 and 0 for a text that is missing."""
+    """Start and length of both texts of each pair, int64 [P, 2]; 0 and 0 for a missing text."""
     exists, bounds = split.text_pairs >= 0, split.bounds
     start = np.where(exists, bounds[split.text_pairs], 0)
     return start, np.where(exists, bounds[split.text_pairs + 1] - start, 0)
@@ -104,7 +103,7 @@ def _truncated(split: Split, context: int, rows_per_example: int) -> Features:
 
 
 def _windowed(split: Split, context: int, doc_stride: int) -> Features:
-    """As many features per question as its context needs, at most `doc_stride` tokens apart."""
+    """Windows over each question's context, at most `doc_stride` tokens apart, one feature each."""
     start_E2, length_E2 = _text_slices(split)
     question_E = np.minimum(length_E2[:, 0], context // 4)
     window_E = context - 3 - question_E  # tokens of the context that fit beside [CLS] and two [SEP]
@@ -131,7 +130,7 @@ def _windowed(split: Split, context: int, doc_stride: int) -> Features:
 
 
 def _answer_tokens(split: Split, example: int) -> tuple[int, int]:
-    """The first and last token, counted within the context, of a question's first answer; (-1, -1) without one."""
+    """First and last token, within the context, of a question's first answer; (-1, -1) without one."""
     assert split.offset_mapping is not None
     if not (answers := split.questions[example].answers):
         return -1, -1

@@ -1,4 +1,4 @@
-"""Data sets of token ids on disk: what `spmd-lm prepare` writes, or Megatron-LM's files, alone or blended.
+"""Data sets of token ids on disk, from `spmd-lm prepare` or from Megatron-LM, alone or blended.
 
 A prepared data set is a directory: manifest.json, the shards of its splits, and the vocabulary in tokenizer/, unless
 its tokens are bytes."""
@@ -24,39 +24,33 @@ from spmd_lm.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
 SAMPLES, SAMPLE = 64, 2048
-READ_SPLITS = ("train", "validation")
-"""Those that training reads."""
+READ_SPLITS = ("train", "validation")  # that training reads
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCorpus:
-    """One data set.  weight: of its samples in a blend.  identity: of its content, by checksums, or by samples where
-    there are none."""
+    """One data set."""
 
     path: str
-    weight: float
+    weight: float  # of its samples in a blend
     train: ShardedTokens
     validation: ShardedTokens
     documents: int
-    identity: str
+    identity: str  # hash of checksums, or of samples of files without checksums
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """What a run reads."""
-
     name: str
     corpora: list[TokenCorpus]
     tokenizer: Tokenizer
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex: runs with the same fingerprint see the same tokens, in the same proportions."""
         identities = [(corpus.identity, corpus.weight) for corpus in self.corpora]
         return hashlib.sha256(json.dumps(identities).encode()).hexdigest()
 
     def describe(self) -> str:
-        """One line with its sizes."""
         train, validation = (sum(getattr(each, split).size for each in self.corpora) for split in READ_SPLITS)
         documents = sum(corpus.documents for corpus in self.corpora)
         lacking = [corpus.path for corpus in self.corpora if not corpus.validation.size]
@@ -68,8 +62,7 @@ class TokenDataset:
 
 
 def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int, rules: int = RULES) -> TokenDataset:
-    """Maps the files of data.path or data.blend, and checks their sizes and headers; of Megatron-LM's it reads samples.
-
+    """Maps the files of data.path or data.blend, and checks their sizes and headers, and samples of Megatron-LM's.
     Raises DataError for files that are missing or damaged, ConfigError for those of another tokenizer."""
     parts = [(part.path, part.weight) for part in data.blend] if data.blend else [(str(data.path), 1.0)]
     vocab_size = min(tokenizer.vocab_size, model_vocab)
@@ -104,7 +97,7 @@ def _open_corpus(
 
 
 def _verify(data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> Literal["touch", "full", "off"]:
-    """data.verify; full, where a tokenizer may have put ids that the model lacks: all are compared at the start."""
+    """data.verify; full, at the start, if the tokenizer may have made ids that the model lacks."""
     return "full" if tokenizer.vocab_size > vocab_size else data.verify
 
 
@@ -117,7 +110,7 @@ def _open_shards(root: Path, manifest: dict[str, Any], split: str) -> list[Shard
 
 
 def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> list[ShardedTokens]:
-    """Of the data sets that have one; raises as `open_dataset` does, and DataError if none has."""
+    """The test splits of the data sets that have one.  Raises as `open_dataset` does, and DataError if none has."""
     vocab_size, opened = min(tokenizer.vocab_size, model_vocab), []
     roots = [Path(part.path).expanduser() for part in data.blend or []] or [Path(str(data.path)).expanduser()]
     for root in (root for root in roots if not is_megatron(root)):
@@ -136,7 +129,7 @@ def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> li
 
 
 def _sample_hash(shard: Shard) -> str:
-    """Of the offsets, and of SAMPLES parts of the tokens, evenly spaced: files without checksums have no better."""
+    """Hash of the offsets and of SAMPLES evenly spaced samples of tokens, for files without checksums."""
     digest = hashlib.sha256(shard.offsets.tobytes())
     for start in np.linspace(0, max(0, shard.tokens.size - SAMPLE), SAMPLES).astype(np.int64).tolist():
         digest.update(shard.tokens[start : start + SAMPLE].tobytes())
@@ -154,7 +147,7 @@ def _last_of_documents(shard: Shard, eos_token_id: int | None) -> int | None:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """What data.path's manifest says.  Raises DataError if it is missing, or not one that this version reads."""
+    """The manifest in data.path.  Raises DataError if it is missing, or not one that this version reads."""
     path = root / MANIFEST
     if not path.is_file():
         here = "" if root.is_absolute() else f" (working directory {Path.cwd()})"
@@ -184,7 +177,7 @@ def _is_below(root: Path, name: Any) -> bool:
 
 
 def check_files(root: Path) -> None:
-    """Raises DataError for a file of a prepared data set that is missing or damaged; the tokens are not read."""
+    """Raises DataError for a missing or damaged file of a prepared data set, without reading its tokens."""
     manifest = read_manifest(root)
     check_own_tokenizer(root, manifest)
     for split in manifest["splits"].values():

@@ -1,10 +1,10 @@
-"""Megatron-LM's tokenized data: PREFIX.bin, the ids, and PREFIX.idx, the lengths of sequences and which of them begin
-documents.
+"""Megatron-LM's tokenized data: PREFIX.bin with the ids, and PREFIX.idx with the lengths of sequences and the first
+sequence of each document.
 
-  .idx   b"MMIDIDX", two NUL; uint64 version 1; uint8 dtype; uint64 sequences; uint64 document indices
-         int32 [sequences] lengths; int64 [sequences] first bytes; int64 [document indices] sequences, from 0 on
+ .idx   b"MMIDIDX", two NUL; uint64 version 1; uint8 dtype; uint64 sequences; uint64 document indices
+        int32 [sequences] lengths; int64 [sequences] first bytes; int64 [document indices] sequences, from 0 on
 
-Neither has checksums, nor says which vocabulary its ids are of."""
+Neither file has checksums or names its vocabulary."""
 
 import struct
 from pathlib import Path
@@ -26,9 +26,7 @@ def is_megatron(prefix: Path) -> bool:
 
 
 def open_megatron(prefix: Path) -> Shard:
-    """Its documents as a shard.
-
-    Raises DataError for files that are missing, truncated, damaged, or do not belong together."""
+    """The documents as a shard.  Raises DataError for files that are missing, truncated, damaged, or mismatched."""
     idx, bin_file = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
     code, sequences, num_indices = _read_preamble(idx)
     dtype = np.dtype(DTYPES[code])
@@ -65,14 +63,14 @@ def _read_preamble(idx: Path) -> tuple[int, int, int]:
 
 
 def split_documents(shard: Shard, fraction: float, rules: int) -> tuple[Shard, Shard]:
-    """The first documents of a shard without checksums, and the last, which have `fraction` of its tokens; by rules 1
-    of its documents: at least one each, if it has two."""
+    """The first documents of a shard, and the last, with `fraction` of its tokens; under rules 1, of its documents, at
+    least one each if it has two."""
     count, offsets, size = shard.header.documents, shard.offsets, 0
     if rules < RULES:
         held_out = min(max(1, round(fraction * count)), count - 1) if count else 0
     else:
         held_out, size = count_held_out(np.empty(0), np.diff(offsets.astype(np.int64))[::-1], fraction)
-    first = count - held_out  # document that is held out whole; `size` tokens of the one before it are, too
+    first = count - held_out  # the first document held out whole; `size` tokens of the one before it are, too
     cut = offsets[first : first + 1] - np.uint64(size)
     train, validation = [offsets[:first], cut], [cut, offsets[first + (not size) :]]
     return _part(shard, np.concatenate(train)), _part(shard, np.concatenate(validation))

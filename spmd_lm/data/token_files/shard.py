@@ -1,10 +1,10 @@
 """A shard of tokenized documents: three files of one name.
 
-  shard-00000.bin   token ids, one document after another: little-endian uint16 or uint32
-  shard-00000.idx   MAGIC, then the offsets at which documents begin, and the end: little-endian uint64 [documents + 1]
-  shard-00000.json  what reading and checking them takes: a Header
+ shard-00000.bin   token ids, one document after another: little-endian uint16 or uint32
+ shard-00000.idx   MAGIC, then the offsets at which documents begin, and the end: little-endian uint64 [documents + 1]
+ shard-00000.json  a Header, for reading and checking them
 
-The .json is written last: a shard without one is not there.  Every document ends with the end-of-sequence token, if the
+The .json is written last and makes the shard exist.  Every document ends with the end-of-sequence token, if the
 tokenizer has one."""
 
 import dataclasses
@@ -26,39 +26,33 @@ LARGEST_HEADER = 2**26  # bytes: enough for the checksums of 5 TB
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """block_crc32: of each BLOCK of the .bin.  tokenizer: the SHA-256 of its vocabulary, or `bytes`."""
-
     dtype: str
     vocab_size: int
     eos_token_id: int | None
-    tokenizer: str
+    tokenizer: str  # SHA-256 of its vocabulary, or `bytes`
     tokens: int
     documents: int
     text_bytes: int
     idx_crc32: int
-    block_crc32: list[int]
+    block_crc32: list[int]  # of each BLOCK of the .bin
     version: int = 1
 
 
 class Shard(NamedTuple):
-    """path: without a suffix.  tokens: a memory map, 1-D.  offsets: uint64 [documents + 1], a memory map."""
-
-    path: Path
+    path: Path  # without a suffix
     header: Header
-    tokens: np.ndarray
-    offsets: np.ndarray
+    tokens: np.ndarray  # 1-D, a memory map
+    offsets: np.ndarray  # uint64 [documents + 1], a memory map
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest of the two that holds every id."""
+    """The narrower dtype that holds every id."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ShardWriter:
-    """Writes one shard, document by document.  Nothing appears under its name before `finish`; what `abandon`, or a
-    crash, leaves is overwritten by the next writer of this shard.
-
-    The same documents make the same bytes."""
+    """Writes one shard, document by document.  Nothing appears under its name before `finish`; leftovers of `abandon`,
+    or of a crash, are overwritten by the shard's next writer.  Equal documents give equal bytes."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_id: int | None, tokenizer: str):
         """path: without a suffix, in a directory that exists."""
@@ -73,9 +67,8 @@ class ShardWriter:
         return self.ends[-1]
 
     def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """A document's ids, without an end-of-sequence token, which is added; and the bytes of its text.
-
-        Raises DataError for an id that is not below the vocabulary's size, OSError for a disk that is full."""
+        """Appends a document's ids, given without the end-of-sequence token, and counts the bytes of its text.  Raises
+        DataError for an id that is not below the vocabulary's size, OSError for a full disk."""
         if (stray := stray_token(tokens, self.vocab_size)) is not None:
             raise DataError(
                 f"{self.path}: token {stray} is not below the {self.vocab_size} of the vocabulary. "
@@ -97,7 +90,7 @@ class ShardWriter:
         del self.pending[:size]
 
     def finish(self) -> Header:
-        """Makes the shard appear.  OSError for a disk that is full: nothing appears then."""
+        """Makes the shard appear.  Raises OSError for a full disk; then nothing appears."""
         self._write_blocks(len(self.pending))
         idx = MAGIC + np.array(self.ends, "<u8").tobytes()
         header = Header(
@@ -125,7 +118,7 @@ class ShardWriter:
 
 
 def stray_token(tokens: np.ndarray, vocab_size: int) -> int | None:
-    """An id that is not in the vocabulary; None if all are."""
+    """An id outside the vocabulary, or None."""
     if not tokens.size:
         return None
     low, high = int(tokens.min()), int(tokens.max())
@@ -139,9 +132,8 @@ def block_checksums(data: bytes | bytearray | np.ndarray) -> list[int]:
 
 
 def open_shard(path: Path) -> Shard:
-    """Memory maps of a shard's files, after checking their sizes, header and offsets; the tokens are not read.
-
-    Raises DataError for a file that is missing, unreadable, truncated or damaged, or not of this format."""
+    """Maps a shard's files after checking their sizes, header and offsets; the tokens are not read.  Raises DataError
+    for a file that is missing, unreadable, truncated or damaged, or not of this format."""
     header = read_header(path.with_suffix(".json"))
     dtype = np.dtype(header.dtype).newbyteorder("<")
     tokens = map_file(path.with_suffix(".bin"), dtype, header.tokens)
@@ -159,7 +151,6 @@ def _increase(offsets: np.ndarray, tokens: int) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """Raises DataError for one that is missing, or not a Header."""
     value = read_json(path)
     known = {field.name for field in dataclasses.fields(Header)}
     if value.get("version") != Header.version or value.keys() != known:
@@ -176,7 +167,6 @@ def read_header(path: Path) -> Header:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.  Raises DataError for a file that is missing or not one."""
     try:
         value = files.parse_json(files.read_bytes(path, LARGEST_HEADER))
     except OSError as error:
@@ -189,9 +179,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def map_file(path: Path, dtype: np.dtype, size: int, offset: int = 0) -> np.ndarray:
-    """A read-only memory map of `size` values, which are the file's all from byte `offset` on.
-
-    Raises DataError for a file that cannot be read, or of another size."""
+    """A read-only memory map of `size` values, from byte `offset` to the end of the file.  Raises DataError for a file
+    that cannot be read, or of another size."""
     try:
         descriptor = files.open_regular(path)
         with open(descriptor, "rb") as file:
@@ -212,7 +201,7 @@ def block_range(shard: Shard, block: int) -> np.ndarray:
 
 
 def check_block(shard: Shard, block: int) -> None:
-    """Raises DataError if a BLOCK is not what was written; files without checksums pass."""
+    """Raises DataError if a BLOCK fails its checksum; files without checksums pass."""
     tokens = block_range(shard, block)
     if shard.header.block_crc32 and block_checksums(tokens) != [shard.header.block_crc32[block]]:
         where = f"bytes {block * BLOCK:,} to {block * BLOCK + tokens.nbytes:,}"

@@ -1,4 +1,4 @@
-"""The tokens of many shards as one array, read through memory maps, and checked as they are."""
+"""Tokens of many shards as one array, read through memory maps, and checked on the way."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,11 +12,13 @@ Verify = Literal["touch", "full", "off"]
 
 
 class ShardedTokens:
-    """A TokenArray.  verify: when a BLOCK of a file is compared with its checksum: before a token of it is used first
-    (touch), all at the start (full), or never (off).  Ids are compared with vocab_size at the same time, or never."""
+    """A TokenArray.
+
+    verify: when a BLOCK of a file is compared with its checksum, and its ids with vocab_size: before its first use
+      (touch), at the start (full), or never (off)."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int, eos_token_id: int | None, verify: Verify = "touch"):
-        """eos_token_id: what each document ends with; None if its last token is of its text."""
+        """eos_token_id: end of each document; None if documents end with their text."""
         self.shards, self.vocab_size, self.eos_token_id = shards, vocab_size, eos_token_id
         ends = np.cumsum([0, *(shard.tokens.size for shard in shards)])
         self.first_token, self.size = ends[:-1], int(ends[-1])
@@ -53,7 +55,7 @@ class ShardedTokens:
             row, i = row[len(found) :], i + 1
 
     def _check_rows(self, shard_R: np.ndarray, local_R: np.ndarray, length: int) -> None:
-        """Of the shards that rows begin in."""
+        """Checks blocks of the shards that rows begin in."""
         size_R = self.tokens_per_block[shard_R]
         last_R = np.minimum(local_R + length, self.sizes[shard_R]) - 1
         first_R, last_R = local_R // size_R, last_R // size_R
@@ -63,7 +65,7 @@ class ShardedTokens:
             self._check(int(shard_R[r]), int(first_R[r]), int(last_R[r]) + 1)
 
     def _check(self, i: int, first: int, stop: int) -> None:
-        """Blocks first..stop-1 of shard i, those that are not checked yet."""
+        """Checks the unchecked blocks among first..stop-1 of shard i."""
         base = int(self.first_block[i])
         for block in (np.flatnonzero(self.unchecked[base + first : base + stop]) + first).tolist():
             shard = self.shards[i]

@@ -12,7 +12,7 @@ from spmd_lm.errors import ConfigError, DataError
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
-    """Ids are those of the package.  Its control symbols, such as </s>, are in no text."""
+    """Uses the package's ids.  Control symbols, such as </s>, never occur in encoded text."""
 
     bytes_per_token = None  # text is normalized, so that tokens do not spell it out
 
@@ -41,7 +41,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self.bos_token_id = self.eos_token_id if bos is None else bos
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """What is not UTF-8, in a prompt, shows as U+FFFD."""
+        """Bytes of a prompt that are not UTF-8 become U+FFFD."""
         return np.array(self.processor.encode(utf8(text).decode("utf-8", "replace")), self.dtype)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +53,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         return np.array([piece.id for piece in pieces], self.dtype), characters[offsets]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The ids of a padded vocabulary beyond the tokens have no text."""
+        """Ids of a padded vocabulary beyond the tokens have no text."""
         ids = np.asarray(ids)
         return self.processor.decode(ids[ids < self.vocab_size].tolist())
 

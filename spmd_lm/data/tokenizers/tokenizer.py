@@ -1,4 +1,4 @@
-"""Between text and token ids: the Tokenizer protocol, and the tokenizers of bytes, of numbers and of vocabulary files.
+"""The Tokenizer protocol, and the tokenizers of bytes, of numbers and of vocabulary files.
 
 The rest of the program knows only `Tokenizer`, so another one costs a class here and a key in the configuration."""
 
@@ -29,40 +29,38 @@ BosBefore = Literal["documents and prompts", "prompts", "nothing"]
 
 class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
-    required_vocab: int  # the ids that a model has to have; those above are of added tokens, which a text may have
-    eos_token_id: int | None  # between documents; a text has it only by its name; None if documents are not separated
-    bos_token_id: int | None  # that begins a text; None if there is none
-    bos_before: BosBefore  # where it is put
+    required_vocab: int  # ids that a model must have; those above are of added tokens, which a text may contain
+    eos_token_id: int | None  # between documents; None if they are not separated; in a text only if spelled out
+    bos_token_id: int | None  # begins a text
+    bos_before: BosBefore
 
     @property
     def bytes_per_token(self) -> np.ndarray | None:
-        """The bytes of text that each id spells [vocab_size], 0 for special tokens; None if ids do not spell text out,
-        byte by byte."""
+        """Bytes of text per id [vocab_size], 0 for special tokens; None if ids do not spell out text byte by byte."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids of `text`, 1-D, in the narrowest unsigned type that holds the vocabulary.  No special tokens are
-        added."""
+        """Ids of `text`, 1-D, in the narrowest unsigned type for the vocabulary, without special tokens."""
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of `text`, and the characters of each: int32 [N, 2], the first and past the last."""
+        """Ids of `text`, and the range of characters of each: int32 [N, 2], past-the-end."""
 
     def decode(self, ids: ArrayLike) -> str:
         """Text of any ids that a model may emit.  Never raises: half a character is common in samples."""
 
     def has_text(self, count: int) -> np.ndarray:
-        """A mask of the ids below `count` that are tokens of text, bool [count]."""
+        """Mask of the ids below `count` that are tokens of text, bool [count]."""
 
     def own_bos(self, always: bool) -> int | None:
-        """The token that begins every text by the vocabulary's own files; always: even if they put it nowhere."""
+        """The token that begins every text by the vocabulary's own files; always: even if they add none."""
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
-        """What rows of masked or labelled text are built with.  ConfigError if the vocabulary lacks it."""
+        """Special tokens and word boundaries for masked or labelled rows.  Raises ConfigError if the vocabulary lacks
+        them."""
 
 
 def begin(tokenizer: Tokenizer, ids: np.ndarray, *, prompt: bool = False, document: bool = False) -> np.ndarray:
-    """`ids` after the token that begins a text, where it is put and they do not begin with it.
-
-    document: others are beside it; the token that separates them is not put a second time to begin one."""
+    """`ids` with the token that begins a text, if one belongs here and is not there.
+    document: others are beside it; a token that already separates documents is not added again."""
     bos, where = tokenizer.bos_token_id, tokenizer.bos_before
     if bos is None or where == "nothing" or (where == "prompts" and not prompt) or (len(ids) and ids[0] == bos):
         return ids
@@ -70,8 +68,8 @@ def begin(tokenizer: Tokenizer, ids: np.ndarray, *, prompt: bool = False, docume
 
 
 def utf8(text: str | bytes) -> bytes:
-    """The bytes of a text.  Those of a command line that are not UTF-8 come back as they were typed; any other half of
-    a surrogate pair, as JSON and YAML may have it, becomes U+FFFD."""
+    """UTF-8 bytes of a text.  Command-line bytes that are not UTF-8 are restored; other lone surrogates, which JSON and
+    YAML allow, become U+FFFD."""
     if isinstance(text, bytes):
         return text
     return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text).encode("utf-8", "surrogateescape")
@@ -145,7 +143,10 @@ class NumberTokenizer:
 
 
 class VocabularyTokenizer:
-    """What tokenizers of vocabulary files share.  name: of data.tokenizer.  row_tokens: those of masked rows."""
+    """The base of tokenizers with a vocabulary file.
+
+    name: data.tokenizer.
+    row_tokens: special tokens of masked rows."""
 
     def __init__(self, name: str, token_to_id: dict[str, int]):
         self.name, self.token_to_id = name, token_to_id
@@ -155,7 +156,7 @@ class VocabularyTokenizer:
         self.bos_token_id = self._first_id(vocabulary.BOS_TOKENS)
         self.bos_before: BosBefore = "prompts"
         spellings = vocabulary.BERT_TOKENS, vocabulary.ROBERTA_TOKENS
-        self.row_tokens = min(spellings, key=lambda tokens: len(self._missing(tokens)))  # of which it has more
+        self.row_tokens = min(spellings, key=lambda tokens: len(self._missing(tokens)))  # the more complete set
 
     def has_text(self, count: int) -> np.ndarray:
         return np.isin(np.arange(count), [*self.token_to_id.values()])
@@ -211,7 +212,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         return np.array(encoding.ids, self.dtype)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """As `encode`, of UTF-8 texts, which the library divides among its threads."""
+        """Encodes UTF-8 texts in the library's threads."""
         decoded = [text.decode() for text in texts]
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {decoded[:1]!r:.40}"):
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
@@ -223,7 +224,6 @@ class SubwordTokenizer(VocabularyTokenizer):
         return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def encode_markup(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """As the function of this name."""
         decoded = [utf8(text).decode("utf-8", "replace") for text in texts]
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {decoded[:1]!r:.40}"):
             encodings = self._markup_backend.encode_batch(decoded, add_special_tokens=False)
@@ -234,7 +234,7 @@ class SubwordTokenizer(VocabularyTokenizer):
 
     @functools.cached_property
     def _markup_backend(self) -> tokenizers.Tokenizer:
-        """Reads special tokens by their names, and counts the spaces that a token has as its own."""
+        """A tokenizer that reads special tokens by name, with offsets that include a token's leading spaces."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = False
         backend.post_processor = None  # trims offsets
@@ -247,9 +247,8 @@ class SubwordTokenizer(VocabularyTokenizer):
             return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
 
     def own_bos(self, always: bool) -> int | None:
-        """Reads the post-processor of a tokenizer.json.  What one adds around masked rows, as [CLS], begins no text.
-
-        Raises DataError for an id without a token, ConfigError where several tokens begin a text by it."""
+        """Reads the post-processor of a tokenizer.json, unless it builds masked rows: [CLS] begins no text.  Raises
+        DataError for an id without a token, ConfigError if several tokens begin a text."""
         if self.trained_json:
             return self.bos_token_id if always else None
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot add special tokens to a text"):
@@ -273,7 +272,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         return None if spelled is None else np.array([len(each or b"") for each in spelled])
 
     def _bytes_of_tokens(self) -> list[bytes | None] | None:
-        """The bytes of each token of a byte-level vocabulary; None for special ones.  None for other vocabularies."""
+        """The bytes of each token of a byte-level vocabulary; None for special ones, and for other vocabularies."""
         config, added = json.loads(self.backend.to_str()), self.backend.get_added_tokens_decoder()
         components = json.dumps([config["pre_tokenizer"], config["decoder"]])
         if '"type": "ByteLevel"' not in components or config["model"]["type"] == "WordPiece":
@@ -309,7 +308,7 @@ class SubwordTokenizer(VocabularyTokenizer):
 
 
 def encode_markup(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each text, in which special tokens are spelled out, and the character at which each begins."""
+    """Ids of each text, with special tokens spelled out in it, and the first character of each id."""
     if isinstance(tokenizer, SubwordTokenizer):
         return tokenizer.encode_markup(texts)
     encoded = (tokenizer.encode_with_offsets(text) for text in texts)
@@ -319,8 +318,8 @@ def encode_markup(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.n
 def put_bos(
     tokenizer: Tokenizer, choice: Literal["auto"] | bool, rules: int = RULES, key: str = "data.bos"
 ) -> Tokenizer:
-    """The tokenizer, with the token that begins a text where `choice`, the value of `key`, has it: auto leaves that to
-    the vocabulary.  ConfigError if it has none.  rules: as of `make_tokenizer`."""
+    """Sets the token that begins a text by `choice`, the value of `key`; auto leaves it to the vocabulary.
+    rules: a version, as RULES.  Raises ConfigError if the tokenizer has no such token."""
     if choice is False:
         tokenizer.bos_before = "nothing"
     elif choice is True or rules >= RULES:
@@ -337,16 +336,15 @@ def put_bos(
 
 
 def make_tokenizer(data: Data | Synthetic, rules: int = RULES) -> Tokenizer:
-    """Raises DataError for a vocabulary that is missing or damaged, ConfigError for one without what data.bos asks for.
-
-    rules: as of `load_data`."""
+    """Raises DataError for a missing or damaged vocabulary, ConfigError for one that lacks what data.bos asks for.
+    rules: a version, as RULES."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
     return put_bos(open_tokenizer(data.tokenizer), data.bos, rules)
 
 
 def fitting_tokenizer(data: Data | Synthetic, vocab: int, rules: int = RULES) -> Tokenizer:
-    """That of `make_tokenizer`, for a model of `vocab` ids.  ConfigError if the tokenizer requires more."""
+    """`make_tokenizer` for a model of `vocab` ids.  Raises ConfigError if the tokenizer requires more."""
     tokenizer = make_tokenizer(data, rules)
     if isinstance(data, Data) and tokenizer.required_vocab > vocab:
         raise ConfigError(
@@ -357,14 +355,14 @@ def fitting_tokenizer(data: Data | Synthetic, vocab: int, rules: int = RULES) ->
 
 
 def check_ids(ids: np.ndarray, vocab: int, location: str) -> None:
-    """DataError, with `location` first, for an id that a model of `vocab` ids lacks."""
+    """Raises DataError, which begins with `location`, for an id that a model of `vocab` ids lacks."""
     if ids.max(initial=0) >= vocab:
         problem = f"token {ids.max()} is not below model.vocab={vocab}"
         raise DataError(f"{location}: {problem}. Correct the text, or use a run with a larger vocabulary.")
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """That of `bytes`, or of the path of a vocabulary.  Raises DataError for one that is missing or damaged."""
+    """The tokenizer `bytes`, or that of a vocabulary's path.  Raises DataError for one that is missing or damaged."""
     if name == "bytes":
         return ByteTokenizer()
     if vocabulary.is_sentencepiece(name):
@@ -375,13 +373,13 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def hash_of_vocabulary(tokenizer: Tokenizer, name: str) -> str:
-    """That of data.tokenizer=name, as vocabulary_hash; of one that was trained, of the file that the run keeps."""
+    """Hash of the vocabulary of data.tokenizer=name; if this run trained it, of the file that the run keeps."""
     trained = tokenizer.trained_json if isinstance(tokenizer, SubwordTokenizer) else None
     return hashlib.sha256(trained.encode()).hexdigest() if trained else vocabulary.vocabulary_hash(name)
 
 
 def keep_vocabulary(tokenizer: Tokenizer, name: str, directory: Path) -> None:
-    """Copies the files of data.tokenizer=name into `directory`, or writes the one that was trained."""
+    """Copies the files of data.tokenizer=name into `directory`, or writes the trained one."""
     if isinstance(tokenizer, SubwordTokenizer) and tokenizer.trained_json:
         vocabulary.write_vocabulary(tokenizer.trained_json, directory)
     else:

@@ -1,8 +1,7 @@
-"""Tokenizers that are trained on documents, as their library does: byte-level BPE, or WordPiece.
+"""Tokenizers trained on documents by Hugging Face's library: byte-level BPE, or WordPiece.
 
-The same documents make the same file.  What the library leaves to chance is the ids of WordPiece's `##x`, which it
-gives out in the order of a hash table, and through them which of two equally frequent pairs it joins: here all letters
-are given beforehand, in order."""
+Equal documents give equal files.  The library assigns ids of WordPiece's `##x` in the order of a hash table, and breaks
+ties between equally frequent pairs by them; so all letters are passed beforehand, in order."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from spmd_lm.data.tokenizers.vocabulary import EOS_TOKENS
 
-Texts = Callable[[], Iterator[str]]
-"""The documents, as often as they are asked for."""
+Texts = Callable[[], Iterator[str]]  # the documents, from the start at every call
 
 END_OF_TEXT = EOS_TOKENS[0]
 WORDPIECE_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -21,7 +19,7 @@ MAX_LETTERS = 1000  # of WordPiece; other letters are [UNK]
 
 
 def train_bpe(vocab_size: int, texts: Texts) -> Tokenizer:
-    """Of at most so many tokens, among them the 256 bytes and END_OF_TEXT."""
+    """Trains at most `vocab_size` tokens, among them the 256 bytes and END_OF_TEXT."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,8 +34,8 @@ def train_bpe(vocab_size: int, texts: Texts) -> Tokenizer:
 
 
 def train_wordpiece(vocab_size: int, texts: Texts, *, lowercase: bool = True) -> Tokenizer:
-    """Of at most so many tokens, among them WORDPIECE_TOKENS; at most a third are letters, and as many are letters
-    within words."""
+    """Trains at most `vocab_size` tokens, among them WORDPIECE_TOKENS; at most a third are letters, and as many are
+    letters within words."""
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     for text in texts():

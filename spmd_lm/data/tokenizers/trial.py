@@ -1,7 +1,7 @@
 """A program that reads a tokenizer.json on standard input and uses it once, within bounds of memory and time.
 
 Such a file can make Hugging Face's library, which is Rust, abort the process, run for hours or fill the memory.  Exits
-with 0 if it does none of it; what it prints on standard output says what is wrong."""
+with 0 if it does none of these; otherwise prints the problem."""
 
 import resource
 import signal
@@ -15,7 +15,7 @@ SAMPLE += "".join(map(chr, range(1, 256)))
 
 
 def main() -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # which mean the run, and say nothing of this file
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # they are meant for the run
         signal.signal(number, signal.SIG_IGN)
     for which, most in {"RLIMIT_CORE": 0, "RLIMIT_AS": MAX_MEMORY, "RLIMIT_CPU": MAX_SECONDS}.items():
         limit(getattr(resource, which), most)
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def limit(which: int, most: int) -> None:
-    """Where the system has such a limit: macOS has none of the address space."""
+    """Sets a resource limit where the system has it: macOS has none on address space."""
     _, highest = resource.getrlimit(which)
     with suppress(OSError, ValueError):
         resource.setrlimit(which, (most if highest == resource.RLIM_INFINITY else min(most, highest), highest))

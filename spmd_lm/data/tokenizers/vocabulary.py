@@ -1,10 +1,10 @@
 """The files of a vocabulary: where to find them, how to load them, and the copy that a run keeps.
 
 data.tokenizer is the path of one of these files, or of a directory that has one, searched for in this order:
-  tokenizer.json   as Hugging Face writes it
-  vocab.txt        BERT's WordPiece, one token per line
-  vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
-  tokenizer.model  SentencePiece's, as of T5 or Llama
+ tokenizer.json   as Hugging Face writes it
+ vocab.txt        BERT's WordPiece, one token per line
+ vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
+ tokenizer.model  SentencePiece's, as in T5 or Llama
 A tokenizer_config.json beside the second may set do_lower_case, strip_accents and tokenize_chinese_chars; beside the
 third, add_prefix_space."""
 
@@ -32,13 +32,13 @@ from spmd_lm.errors import DataError, UserError
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 COMPANION_FILES += ("added_tokens.json", "generation_config.json", CHAT_TEMPLATE_FILE)
 
-CONFIG_JSON = "config.json"  # a model's, which knows what ends a text; export writes its own
+CONFIG_JSON = "config.json"  # a model's, with the ids that end a text; export writes its own
 
-# What is read of a tokenizer_config.json.
+# Settings read from a tokenizer_config.json.
 SETTINGS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space", "add_bos_token")
 MAY_BE_NULL = ("strip_accents", "add_bos_token")
 
-# Of each kind, the first that a vocabulary has is used.
+# The first one in a vocabulary is used.
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 
@@ -48,8 +48,8 @@ ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
 
 def put_by_name(tokens: Collection[str]) -> set[str]:
-    """Those of a vocabulary's tokens that rows may have although no text does: what begins and ends texts, and the
-    tokens of masked rows, if it has all of either kind."""
+    """Tokens that rows may contain though no text does: those that begin and end texts, and those of masked rows, if
+    the vocabulary has the complete set."""
     rows = (row for row in (BERT_TOKENS, ROBERTA_TOKENS) if all(token in tokens for token in row))
     return {token for token in (*BOS_TOKENS, *itertools.chain(*rows)) if token in tokens}
 
@@ -58,8 +58,8 @@ MAX_TOKENS = 2**20  # the largest vocabulary in use has 0.9 million
 
 
 def find_vocabulary(name: str) -> Path:
-    """The vocabulary file that data.tokenizer=name refers to.  DataError if there is none, or if a file that belongs to
-    it is a link out of its directory: the run's copy, and an export, would publish what it leads to."""
+    """The vocabulary file that data.tokenizer=name refers to.  Raises DataError if there is none, or if a file that
+    belongs to it links out of its directory, which the run's copy and an export would publish."""
     vocabulary = _find_file(name)
     for path in _standard_files(name, vocabulary):  # a file that was named itself may be a link
         _require_inside(path)
@@ -98,10 +98,9 @@ def vocabulary_hash(name: str) -> str:
 
 
 def copy_vocabulary(name: str, directory: Path, with_model: bool = False) -> None:
-    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names; with_model: and
-    the config.json of the model whose directory that is, which says what ends a text.
-
-    The vocabulary itself, which must be valid, comes last: it exists only once the copy is complete."""
+    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.
+    with_model: also the config.json of the model in that directory, which says what ends a text.  The vocabulary
+      itself, which must be valid, comes last: it exists only once the copy is complete."""
     vocabulary = find_vocabulary(name)
     copied = {path.name: path for path in _standard_files(name, vocabulary)}
     model = Path(name).expanduser() / CONFIG_JSON
@@ -123,7 +122,6 @@ def copy_chat_template(name: str, directory: Path) -> None:
 
 
 def write_vocabulary(tokenizer_json: str, directory: Path) -> None:
-    """Writes a tokenizer.json into `directory`."""
     _make_directory(directory)
     files.write_atomically(directory / "tokenizer.json", tokenizer_json)
 
@@ -135,18 +133,19 @@ def _make_directory(directory: Path) -> None:
 
 
 def _standard_files(name: str, vocabulary: Path) -> list[Path]:
-    """The files with standard names that belong to data.tokenizer=name, vocabularies last: of a directory all."""
+    """The existing files with standard names that belong to data.tokenizer=name; of a directory, all, vocabularies
+    last."""
     names = (*COMPANION_FILES, *(VOCABULARY_FILES if os.path.isdir(Path(name).expanduser()) else ()))
     return [path for file in names if os.path.isfile(path := vocabulary.parent / file)]
 
 
 def is_sentencepiece(name: str) -> bool:
-    """Whether data.tokenizer=name is a SentencePiece model.  DataError if it is missing."""
+    """Raises DataError if data.tokenizer=name is missing."""
     return _standard_name(find_vocabulary(name)) == "tokenizer.model"
 
 
 def read_vocabulary(name: str) -> tuple[Path, bytes]:
-    """The vocabulary file of data.tokenizer=name, and what it has."""
+    """The vocabulary file of data.tokenizer=name, and its bytes."""
     path = find_vocabulary(name)
     return path, _read_bytes(path)
 
@@ -163,7 +162,7 @@ def load_vocabulary(name: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns what the library raises into a DataError that begins with `what`."""
+    """Turns the library's errors into a DataError that begins with `what`."""
     try:
         yield
     except UserError:
@@ -185,7 +184,7 @@ def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 @functools.lru_cache(maxsize=2)
 def _try(text: str) -> str:
-    """What is wrong with a tokenizer.json, found by a process of its own; '' if nothing is."""
+    """The problem of a tokenizer.json, found in a process of its own; '' if there is none."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the same library
     command = [sys.executable, "-P", trial.__file__]  # -P: the modules beside the program are not the child's
@@ -279,8 +278,8 @@ def read_settings(vocabulary: Path) -> dict[str, Any]:
 
 
 def bos_settings(name: str) -> tuple[bool, str]:
-    """Whether the tokenizer_config.json beside the vocabulary of data.tokenizer=name adds a token that begins a text,
-    and which one it declares; '' if it does not."""
+    """add_bos_token and bos_token of the tokenizer_config.json beside the vocabulary of data.tokenizer=name; False and
+    '' if unset."""
     config = read_settings(find_vocabulary(name))
     token = config.get("bos_token")
     content = token.get("content") if isinstance(token, dict) else token
@@ -288,8 +287,8 @@ def bos_settings(name: str) -> tuple[bool, str]:
 
 
 def read_end_ids(directory: Path) -> list[int]:
-    """The ids that end a text by a model's own files, as Hugging Face reads them: eos_token_id, a number or a list, of
-    generation_config.json, or else of config.json.  DataError for anything but token ids."""
+    """Ids that end a text, as Hugging Face reads them: eos_token_id, a number or a list, of generation_config.json, or
+    else of config.json.  Raises DataError for anything but token ids."""
     for path in (directory / "generation_config.json", directory / CONFIG_JSON):
         given = _read_json(path).get("eos_token_id") if os.path.lexists(path) else None
         if given is not None:
@@ -309,7 +308,7 @@ def bytes_to_unicode() -> list[str]:
 
 
 def _standard_name(vocabulary: Path) -> str:
-    """The one of VOCABULARY_FILES whose format a file has."""
+    """The name in VOCABULARY_FILES of the file's format."""
     if vocabulary.suffix in (".txt", ".model"):
         return "vocab.txt" if vocabulary.suffix == ".txt" else "tokenizer.model"
     # `model` may be a token of a vocab.json, as in GPT-2's.
@@ -328,7 +327,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Not splitlines: other line breaks are tokens."""
+    """Lines that end in \
+    ; other line breaks are tokens."""
     text = _read_text(path)
     if text.count("\n") > MAX_TOKENS:
         raise DataError(f"{path}: it has more than {MAX_TOKENS:,} lines. Name the file of a vocabulary.")

@@ -1,4 +1,4 @@
-"""`race` and `choice`: multiple choice without training, by the log-likelihood of each choice after the context."""
+"""`race` and `choice`: zero-shot multiple choice, by the log-likelihood of each choice after the context."""
 
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
@@ -15,11 +15,9 @@ from spmd_lm.evaluation.tasks.task import EvalTask, TaskFigures, TaskInput
 
 
 class ChoiceQuestion(NamedTuple):
-    """choices: texts that may follow the context, each with the white space before it."""
-
     location: str
     context: str
-    choices: list[str]
+    choices: list[str]  # continuations of the context, each with the white space before it
     label: int
 
 
@@ -42,8 +40,8 @@ class ChoiceLine(BaseModel):
 class ChoiceTask(EvalTask):
     """`choice=FILE.jsonl`: a choice follows its context after a space, if neither brings white space.
 
-    accuracy: by the log-likelihood of a choice.  accuracy_per_byte: by that divided by the bytes of the choice, of
-    which longer ones have no disadvantage."""
+    accuracy: by the log-likelihood of a choice.
+    accuracy_per_byte: by that divided by the choice's bytes, which does not penalize long choices."""
 
     name = "choice"
 
@@ -78,14 +76,14 @@ class ChoiceTask(EvalTask):
         return TaskFigures.of(metrics, len(self.label), truncated=self.truncated)
 
     def is_correct(self, scores: np.ndarray) -> np.ndarray:
-        """Whether the highest score of each question, of equal ones the first, is its label's, bool."""
+        """Mask of the questions whose label has the highest score, the first among equals; bool."""
         best = [part.argmax() for part in np.split(scores, self.bounds[1:-1])]
         return self.label == best
 
 
 class RaceTask(ChoiceTask):
-    """`race=PATH` (arXiv:1704.04683): an option takes the place of the question's blank, or follows the question; the
-    context is the article and the question up to there, the choice what follows."""
+    """`race=PATH` (arXiv:1704.04683): an option fills the question's blank, or follows the question.  The context is
+    the article and the question up to there; the choice is the rest."""
 
     name = "race"
     suffixes = (".txt", ".jsonl")

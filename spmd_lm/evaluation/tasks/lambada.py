@@ -1,4 +1,4 @@
-"""`lambada`: the last word of a passage (arXiv:1606.06031), which takes the whole passage to guess."""
+"""`lambada`: predicting the last word of a passage, which takes the whole passage (arXiv:1606.06031)."""
 
 import numpy as np
 from pydantic import BaseModel
@@ -18,8 +18,8 @@ class Passage(BaseModel):
 
 
 def last_word(encoder: Encoder, text: str, location: str) -> Continuation:
-    """The last word of a passage, with the white space before it, after the text before.  Raises DataError for a
-    passage of fewer than two words."""
+    """The last word of a passage and the white space before it, after the rest.  Raises DataError for fewer than two
+    words."""
     words = text.rsplit(maxsplit=1)
     if len(words) < 2:
         raise DataError(f"{location}: {text!r:.40} has no last word after a context. Give two words or more.")
@@ -28,8 +28,10 @@ def last_word(encoder: Encoder, text: str, location: str) -> Continuation:
 
 
 class LambadaTask(EvalTask):
-    """`lambada=FILE.jsonl`.  accuracy: the share of last words of which every sub-word token is the greedy choice.
-    perplexity: of the last words, exp of the mean loss of one."""
+    """`lambada=FILE.jsonl`.
+
+    accuracy: share of last words whose every token is the greedy choice.
+    perplexity: exp of the mean loss of a last word."""
 
     name = "lambada"
 

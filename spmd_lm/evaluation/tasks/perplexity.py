@@ -1,4 +1,4 @@
-"""`text`, `validation` and `test`: perplexity of a text, in windows that slide over it."""
+"""`text`, `validation` and `test`: perplexity of a text, in sliding windows."""
 
 from typing import ClassVar
 
@@ -11,15 +11,15 @@ from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.scoring import Scored, Windows, sliding_windows
 from spmd_lm.evaluation.tasks.task import EvalTask, TaskFigures, TaskInput
 
-LARGEST_BLOCK = 32
-"""Most neighbouring tokens that are resampled together: losses of neighbours are not independent."""
+LARGEST_BLOCK = 32  # neighbouring tokens resampled together, at most: their losses are not independent
 
 
 class TextTask(EvalTask):
-    """`text=PATH`: each document by itself.  n: the scored tokens, all but a document's first.  skipped: documents of a
-    directory or a glob that have too few.
+    """`text=PATH`: each document by itself.
 
-    nats_per_token, and perplexity, its exponential; nats_per_byte of the documents, where their bytes are known."""
+    n: scored tokens, all but a document's first.
+    skipped: documents of a directory or a glob with too few tokens. nats_per_token and its exponential, perplexity;
+      nats_per_byte, where the documents' bytes are known."""
 
     name = "text"
     suffixes = SUFFIXES
@@ -41,15 +41,13 @@ class TextTask(EvalTask):
         self.words = sum(self.count_words(documents[i].text) for i in scored)
 
     def prepare(self, text: bytes) -> str:
-        """The text that the model reads."""
         return text.decode("utf-8-sig")
 
     def count_words(self, text: bytes) -> int:
-        """Of a subclass: those of a document, if a metric is of them."""
+        """Words of a document, for a subclass with a metric per word."""
         return 0
 
-    def set_windows(self, given: TaskInput, documents: list[np.ndarray]) -> None:
-        """documents: token ids of each."""
+    def set_windows(self, given: TaskInput, documents: list[np.ndarray]) -> None:  # of token ids
         stride = given.stride or min(self.default_stride or given.context, given.context)
         parts = [sliding_windows(ids, given.context, stride) for ids in documents]
         self.windows: Windows = Windows.concatenate(parts)
@@ -67,7 +65,10 @@ class TextTask(EvalTask):
         return TaskFigures.of(metrics, count, tokens=self.num_tokens, **self.more_counts())
 
     def more_metrics(self, loss: np.ndarray, share: np.ndarray) -> dict[str, Metric]:
-        """Of a subclass.  For each block of tokens that is resampled, loss: in nats; share: of all scored tokens."""
+        """A subclass's metrics.
+
+        loss: in nats, of each resampled block of tokens.
+        share: of each block among all scored tokens."""
         return {}
 
     def more_counts(self) -> dict[str, int]:
@@ -75,7 +76,7 @@ class TextTask(EvalTask):
 
 
 class ValidationTask(TextTask):
-    """`validation`: the run's own validation split, as one text."""
+    """`validation`: the run's validation split, as one text."""
 
     name = "validation"
     takes_path = False
@@ -90,6 +91,6 @@ class ValidationTask(TextTask):
 
 
 class PreparedTestTask(ValidationTask):
-    """`test`: the split for tests that `spmd-lm prepare` made, as one text."""
+    """`test`: the test split made by `spmd-lm prepare`, as one text."""
 
     name = "test"

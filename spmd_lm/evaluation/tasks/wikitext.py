@@ -1,9 +1,8 @@
 """`wikitext`: perplexity per original word of WikiText, whose files separate every token by a space.
 
-The convention of published figures (Megatron-LM's, arXiv:1909.08053, appendix E): the text is stripped, written as
-people write it, tokenized, and scored in windows that move by 32 tokens; the loss of all tokens is divided by the words
-of the original, what single spaces separate.  WikiText-103's test text has 245,566 of these, and 270,329 tokens of
-GPT-2."""
+The convention of published figures (Megatron-LM's, arXiv:1909.08053, appendix E): the text is stripped, detokenized,
+tokenized, and scored in windows that move by 32 tokens; the total loss is divided by the number of original words,
+separated by single spaces.  WikiText-103's test text has 245,566 of these, and 270,329 tokens of GPT-2."""
 
 import re
 from typing import ClassVar
@@ -14,7 +13,7 @@ from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.tasks.perplexity import TextTask
 
 QUOTES = {
-    # What stands between a pair loses the spaces at its ends.  In this order: a bracket may span quotes.
+    # Spaces inside a pair of marks are removed.  In this order: a bracket may span quotes.
     r"\(\s*([^)]*?)\s*\)": r"(\1)",
     r"\[\s*([^]]*?)\s*\]": r"[\1]",
     r"{\s*([^}]*?)\s*}": r"{\1}",
@@ -24,7 +23,7 @@ QUOTES = {
 
 
 def detokenize(text: str) -> str:
-    """WikiText as people write it: Megatron-LM's rules, in its order, which decides where they meet."""
+    """WikiText as people write it: Megatron-LM's rules, in its order, which matters where they overlap."""
     text = text.replace("s '", "s'")  # possessives
     for mark in "-,.":  # inside of numbers and compounds
         text = text.replace(f" @{mark}@ ", mark)
@@ -39,12 +38,12 @@ def detokenize(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """What single spaces separate; a line's end is a word, as it is a token of WikiText."""
+    """Words separated by single spaces; a line's end is a word, as it is a token of WikiText."""
     return len(text.strip().split(" "))
 
 
 class WikiTextTask(TextTask):
-    """`wikitext=PATH`: as `text`, of the detokenized text; and word_perplexity, per word of the original."""
+    """`wikitext=PATH`: `text` of the detokenized text; also word_perplexity, per original word."""
 
     name = "wikitext"
     default_stride: ClassVar[int | None] = 32

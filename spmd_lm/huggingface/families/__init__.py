@@ -1,4 +1,4 @@
-"""A table for each family of models; a new family is a file here, and its name in ARCHITECTURES."""
+"""A table per family of models; a new family is a file here, and its name in ARCHITECTURES."""
 
 from spmd_lm.huggingface.families.bert import BERT, BERT_POOLED, BERT_SPAN
 from spmd_lm.huggingface.families.gemma import GEMMA2, GEMMA3
@@ -11,5 +11,5 @@ from spmd_lm.huggingface.families.qwen import QWEN2, QWEN3
 
 ARCHITECTURES = (GPT2, BERT, BERT_POOLED, BERT_SPAN, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, NEOX, PHI3)
 MODEL_TYPES = {each.model_type: each for each in ARCHITECTURES if each not in (BERT_POOLED, BERT_SPAN)}
-"""By the name in config.json; of BERTs the one that is pretrained."""
+"""Architectures by the name in config.json; for BERT, the pretraining one."""
 CLASSES = {name: architecture for architecture in ARCHITECTURES for name in architecture.classes}

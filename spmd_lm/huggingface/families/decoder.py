@@ -1,4 +1,4 @@
-"""What the tables of decoders after Llama share: names of tensors, and keys of config.json."""
+"""Shared parts of the tables of Llama-like decoders: names of tensors, and keys of config.json."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,8 +29,7 @@ _MODEL_KEYS = {
 
 
 def config_keys(norm_eps: str = "rms_norm_eps", **defaults: Any) -> tuple[ConfigKey, ...]:
-    """The keys of config.json that are called so by most.  norm_eps: the name of that key.  defaults: where they are
-    not those of Llama."""
+    """Common keys of config.json.  norm_eps: that key's name.  defaults: where they differ from Llama's."""
     shared: dict[str, Any] = {
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
@@ -46,7 +45,7 @@ SILU = ConfigKey("hidden_act", "activation", "silu", {"silu": "swiglu"})
 
 
 def weights(*more: WeightMapping, norm2: str = "post_attention_layernorm") -> tuple[WeightMapping, ...]:
-    """Llama's tensors, with biases for the models that have some.  more: of a block.  norm2: the MLP's norm."""
+    """Llama's tensors, and biases for models that have them.  more: of a block.  norm2: the MLP's norm."""
     return (
         WeightMapping("embedding.tokens", "model.embed_tokens.weight"),
         WeightMapping("blocks.norm1.scale", f"{DECODER_LAYER}.input_layernorm.weight"),
@@ -72,7 +71,7 @@ BUFFERS = (f"{DECODER_LAYER}.self_attn.rotary_emb.inv_freq",)
 DECODER = {"norm_type": "rms", "positions": "rotary", "use_bias": False}
 
 
-# --- keys that mean something together
+# --- keys that are read together
 
 
 def head_dim(default: int | None = None) -> ConfigKeys:
@@ -94,8 +93,11 @@ def rope(
     default_fraction: float | None = None,
     scalings: Collection[str] = SCALINGS,
 ) -> ConfigKeys:
-    """theta, fraction: the keys that say so outside of rope_parameters.  default_fraction: of a config.json without;
-    None where all models rotate whole heads.  scalings: the values of rope_type that they have, beside default."""
+    """Keys of rotary positions.
+
+    theta, fraction: keys outside of rope_parameters.
+    default_fraction: of a config.json without the key; None if all models rotate whole heads.
+    scalings: supported values of rope_type, besides default."""
 
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         outside = {
@@ -125,8 +127,8 @@ def rope(
 
 
 def bias_keys(*always: Bias, **keys: tuple[bool, tuple[Bias, ...]]) -> ConfigKeys:
-    """Keys of config.json that are true where some products have biases.  always: products that have biases in any
-    case.  keys: by name, (its default, the products that it means)."""
+    """Keys of config.json that switch biases on.  always: projections that always have biases.  keys: (default,
+    projections) by name."""
 
     def read(hf_config: Mapping[str, Any], _: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         chosen = set(always)
@@ -146,12 +148,11 @@ ATTENTION_BIAS = bias_keys(attention_bias=(False, ("qkv", "out")))
 # --- layers that attend within a window
 
 DefaultTypes = Callable[[Mapping[str, Any], int, list[str]], Sequence[str]]
-"""default(config.json, layers, errors): FULL or SLIDING for each layer of a config.json without layer_types; what is
-wrong is added to errors."""
+"""(config.json, layers, errors) -> FULL or SLIDING for each layer of a config.json without layer_types."""
 
 
 def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[str, Any]]) -> ConfigKeys:
-    """names: of the keys that `default` and `write` know, beside layer_types and sliding_window."""
+    """names: further keys that `default` and `write` use, besides layer_types and sliding_window."""
 
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         types = read_layer_types(hf_config, sizes["layers"], default, errors)
@@ -161,7 +162,7 @@ def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[st
 
 
 def same_window(span: int | None = None) -> ConfigKeys:
-    """All layers attend within sliding_window, or none where that is null.  span: of a config.json without the key."""
+    """sliding_window for all layers, or none if it is null.  span: of a config.json without the key."""
 
     def all_alike(hf_config: Mapping[str, Any], layers: int, _: list[str]) -> list[str]:
         return [FULL if hf_config.get("sliding_window", span) is None else SLIDING] * layers
@@ -189,7 +190,7 @@ def window_layer(hf_config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
 
 
 def period_of(types: Sequence[str], kinds: Mapping[str, Any], errors: list[str]) -> list[Any] | None:
-    """`model.period` of layers of these types; None where all are plain blocks."""
+    """`model.period` of layers of these types; None if all are plain blocks."""
     span = kinds[SLIDING]["span"] if SLIDING in types else 1
     if type(span) is not int or span < 1:
         errors.append(f"sliding_window: expected a positive integer, got {json.dumps(span):.40}.")
@@ -199,7 +200,6 @@ def period_of(types: Sequence[str], kinds: Mapping[str, Any], errors: list[str])
 
 
 def layer_types_of(model: Model) -> dict[str, Any]:
-    """layer_types and sliding_window."""
     spans = [getattr(model.kinds[layer % len(model.kinds)], "span", None) for layer in range(model.layers)]
     return {
         "layer_types": [SLIDING if span else FULL for span in spans],

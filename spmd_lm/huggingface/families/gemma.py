@@ -84,7 +84,7 @@ def _read_layers(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors:
 
 
 def _ropes(hf_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rotary positions of each type of layer, in the form of transformers 5 or of the older one."""
+    """Rotary positions of each type of layer, in transformers 5's form or the older one."""
     thetas = {FULL: hf_config.get("rope_theta", 1e6), SLIDING: hf_config.get("rope_local_base_freq", 1e4)}
     by_type = hf_config.get("rope_parameters") or {}
     if not isinstance(by_type, dict) or by_type.keys() - {FULL, SLIDING}:

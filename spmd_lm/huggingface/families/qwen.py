@@ -12,7 +12,7 @@ from spmd_lm.huggingface.families.decoder import FULL, SLIDING, layer_types_of
 
 
 def _last_layers(hf_config: Mapping[str, Any], layers: int, errors: list[str]) -> Sequence[str]:
-    """The layers from max_window_layers on attend within a window, if any does."""
+    """Windows for the layers from max_window_layers on, if any."""
     slides = SLIDES.read(hf_config, errors) and hf_config.get("sliding_window", 4096) is not None
     first = FIRST.read(hf_config, errors)
     return [SLIDING if slides and layer >= first else FULL for layer in range(layers)] if not errors else ()

@@ -313,7 +313,7 @@ def test_the_same_rows_are_validated_at_any_batch_size(batch):
 
 def test_validation_is_evenly_spaced(monkeypatch):
     held, shown = make("validation", eval_batches=2), []
-    monkeypatch.setattr(held, "read", lambda draws: shown.extend(draws.example_R))
+    monkeypatch.setattr(held, "read", lambda indices: shown.extend(indices.example_R))
     for step in range(len(held)):
         held.rows(step, 0, 16)
     assert len(held) == 2 and len(shown) == 32 and shown[0] == 0
