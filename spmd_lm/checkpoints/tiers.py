@@ -89,12 +89,6 @@ class Tiers:
                 found.setdefault(step, []).append(tier.path(step))
         return dict(sorted(found.items()))
 
-    def save(self, step: int, state: Tree, meta: Meta) -> None:
-        self.durable.save(step, state, meta)
-
-    def wait(self, seconds: float | None = None) -> int | None:
-        return self.durable.wait(seconds)
-
     def save_local(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves a local checkpoint.  Raises OutputError if this save or the one before it failed."""
         if self.local:

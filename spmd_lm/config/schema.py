@@ -420,6 +420,12 @@ class RunConfig(Section):
         return {"kind": DEFAULT_KINDS["optim"]} | optim if isinstance(optim, dict) else optim
 
     @property
+    def by_key(self) -> dict[str, Any]:
+        """Values by section.key."""
+        sections = self.model_dump(by_alias=True)
+        return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+    @property
     def of_each_kind(self) -> "tuple[RunConfig, ...]":
         """A run per layer of the period, as if all layers were of its kind."""
         if self.model.period is None:

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from spmd_lm.config.load import locate, make_layer, merge_trees, read_yaml_file
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.section import Section, sections_within
 from spmd_lm.config.suggest import BOUNDS, TYPES, did_you_mean
 from spmd_lm.config.syntax import read
 from spmd_lm.errors import ConfigError
@@ -69,16 +70,8 @@ def describe_problem(error: ErrorDetails) -> str:
 
 def keys_at(loc: list[Any]) -> list[str]:
     """The keys of the section at this location."""
-    section: type[BaseModel] = Preparation
+    section: type[Section] = Preparation
     for part in loc:
         if isinstance(part, str):
-            section = next(each for each in sections_within(section.model_fields[part].annotation))
+            (section, *_) = sections_within(section.model_fields[part])
     return [*section.model_fields]
-
-
-def sections_within(annotation: Any) -> Iterable[type[BaseModel]]:
-    """The sections that a type has among its parts."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in getattr(annotation, "__args__", ()):
-        yield from sections_within(part)

@@ -20,7 +20,7 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 class Bound(NamedTuple):
-    digest: int  # of the first document, counted from the end of a split, that is not wholly held out
+    digest: int  # of the first document, towards training, that is not wholly held out
     size: int  # its bytes that are held out
 
 

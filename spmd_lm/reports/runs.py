@@ -252,7 +252,7 @@ def compare(runs: Mapping[str, RunFiles]) -> list[Content]:
 
 def config_differences(runs: Mapping[str, RunFiles]) -> Content:
     """A table of keys whose values differ between runs."""
-    configs = {name: _flatten(run.config) for name, run in runs.items() if run.config}
+    configs = {name: run.config.by_key for name, run in runs.items() if run.config}
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     rows = []
     for key in keys:
@@ -260,11 +260,6 @@ def config_differences(runs: Mapping[str, RunFiles]) -> Content:
         if len(set(values)) > 1 and key not in ("run.name", "run.dir"):
             rows.append([key, *values])
     return table(["key", *configs], rows) if rows else "Only their names." if len(configs) > 1 else ""
-
-
-def _flatten(config: RunConfig) -> dict[str, Any]:
-    sections = config.model_dump(by_alias=True)
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 # ---- pictures

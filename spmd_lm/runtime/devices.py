@@ -81,9 +81,7 @@ def require_same_job(config: "RunConfig") -> None:
     import jax
 
     assert_equal("versions", versions())
-    sections = config.model_dump(by_alias=True)
-    keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    assert_equal("configuration", keys)
+    assert_equal("configuration", config.by_key)
     devices_present()
     devices = jax.local_devices()
     assert_equal("devices", {"number": len(devices), "kind": devices[0].device_kind})

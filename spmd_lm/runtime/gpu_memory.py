@@ -57,14 +57,19 @@ def _fraction(variable: str, text: str) -> float:
     )
 
 
-def gpu_memory(number: int) -> int | None:
-    """Bytes of memory of a GPU, or MIG device, by its number among those visible to this process; None without a
-    driver."""
+def start_cuda() -> ctypes.CDLL | None:
+    """CUDA's driver, or None."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, size = ctypes.c_int(), ctypes.c_size_t()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number):
+    return None if cuda.cuInit(0) else cuda
+
+
+def gpu_memory(number: int) -> int | None:
+    """Bytes of memory of a GPU, or MIG device, by its number among those visible to this process; None without a
+    driver."""
+    device, size, cuda = ctypes.c_int(), ctypes.c_size_t(), start_cuda()
+    if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), number):
         return None
     return None if cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) else size.value

@@ -8,18 +8,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.gpu_memory import start_cuda
 
 
 def visible_gpus() -> list[str]:
     """UUIDs of the GPUs, or MIG devices, visible to this process, in CUDA's order; none without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", cuda.cuDeviceGetUuid)  # the first tells MIG devices apart
     count, device, uuid = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    cuda = start_cuda()
+    if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []  # CUDA_VISIBLE_DEVICES names none, or the driver does not start, which jax will report
+    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", cuda.cuDeviceGetUuid)  # the first tells MIG devices apart
     found = []
     for number in range(count.value):
         cuda.cuDeviceGet(ctypes.byref(device), number)

@@ -154,7 +154,7 @@ class TrainingRun:
     def non_finite(self, problem: str, cause: int | None = None) -> NonFiniteError:
         """cause: the step whose state leads to the problem, and would again if training resumed from it."""
         with suppress(CheckpointError):
-            self.tiers.wait()
+            self.tiers.durable.wait()
         directories, advice = self.tiers.directories(), ""
         if cause in directories:
             of_cause = " and ".join(map(str, directories.pop(cause)))
@@ -183,14 +183,14 @@ class TrainingRun:
                 if local:
                     self._or_end(lambda: self.tiers.save_local(*saved))
                 if durable:
-                    self.tiers.save(*saved)
+                    self.tiers.durable.save(*saved)
             except NonFiniteError as error:  # the loss, of the state before the update, does not show it
                 raise self.non_finite(str(error), cause=self.step) from None
 
     def wait_for_save(self, seconds: float | None = None) -> None:
         """Waits for the save in progress, at most for `seconds`.  Raises CheckpointError if it failed."""
         self._or_end(lambda: self.tiers.wait_local(seconds))
-        saved_step = self.tiers.wait(seconds)
+        saved_step = self.tiers.durable.wait(seconds)
         if saved_step is not None and saved_step != self.status.saved_step:
             self.status.saved_step = saved_step
             self.write_status()

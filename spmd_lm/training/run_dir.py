@@ -263,7 +263,7 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
             yield tiers
         except KeyboardInterrupt:
             with suppress(CheckpointError):
-                tiers.wait()
+                tiers.durable.wait()
             step = max(tiers.directories(), default=None)
             resume = f"nothing since step {step} was saved. The same command resumes from there."
             log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
