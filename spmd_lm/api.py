@@ -51,7 +51,7 @@ class Report(dict):
     def __str__(self) -> str:
         return self.text
 
-    __repr__ = __str__  # what a notebook shows
+    __repr__ = __str__  # shown by notebooks
 
 
 def load_config(path: str | Path, *overrides: str) -> RunConfig:

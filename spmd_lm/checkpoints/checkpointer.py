@@ -167,7 +167,7 @@ class Checkpointer:
             record = self.record(step)
         except DamagedCheckpointError as damage:
             problem = damage.what
-        if problem := next(filter(None, allgather_objects(f"record of {step}", problem)), ""):
+        if problem := first_problem(f"record of {step}", problem):
             raise DamagedCheckpointError(self.path(step), problem)
         assert record is not None
         return record
@@ -293,7 +293,7 @@ class Checkpointer:
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
             problem = self._difference(record, self.storage.load(partial, saving.abstract))
-            if problem := next(filter(None, allgather_objects(f"read back {step}", problem)), ""):
+            if problem := first_problem(f"read back {step}", problem):
                 raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
             return
@@ -375,9 +375,7 @@ class Checkpointer:
                     loaded = self.storage.load(path, abstract_fields)
             except DamagedCheckpointError as damage:
                 problem = damage.what
-            problem = next(
-                filter(None, allgather_objects(f"load {step} {attempt}", problem)), ""
-            )  # comparing takes all
+            problem = first_problem(f"load {step} {attempt}", problem)  # comparing takes all
             if self._options.verify and not problem:
                 problem = self._difference(record, loaded)
             if not problem:
@@ -422,6 +420,11 @@ class Checkpointer:
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}, and it takes up to {size:,}. "
                 f"Older checkpoints are as they were: {', '.join(map(str, self.steps())) or 'none'}."
             ) from error
+
+
+def first_problem(subject: str, problem: str) -> str:
+    """A problem of any process of the job, or ''."""
+    return next(filter(None, allgather_objects(subject, problem)), "")
 
 
 def new_run_id() -> str:

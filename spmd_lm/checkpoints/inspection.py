@@ -41,7 +41,7 @@ def open_tiers(run: Path) -> list[Checkpointer]:
     tiers = [open_saved(run)]
     try:
         local, status = load(run / CONFIG_FILE).checkpoint.local, Status.read(run)
-    except (ConfigError, CheckpointError):  # what was imported has no status
+    except (ConfigError, CheckpointError):  # an imported run has no status
         return tiers
     if local is None or status is None:
         return tiers

@@ -68,7 +68,7 @@ def newest_readable(
                 warn(f"step {step} is used, of steps {steps}.")
             return result
         except DamagedCheckpointError as damage:
-            is_gone = any(allgather_objects("deleted", not checkpoints.path(step).exists()))  # by a run that goes on
+            is_gone = any(allgather_objects("deleted", not checkpoints.path(step).exists()))  # by a running job
             if is_gone and attempts:
                 return newest_readable(checkpoints, read, fallback, attempts - 1)
             if not fallback:

@@ -51,7 +51,7 @@ class Tiers:
         self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
 
     def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:
-        """The newest local step of which every process of the job has its part."""
+        """The newest local step that all processes of the job have."""
         local, usable = self.local, []
         if local is None:
             return None

@@ -1,4 +1,4 @@
-"""The section `adapter`: what is trained of a model that otherwise stays as it is."""
+"""The section `adapter`: small trained parameters for a model that is otherwise frozen."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -95,7 +95,7 @@ class Adapter(Section):
 
     kind: str
     # matrices of blocks that have one: names, as attention.query, query, or Hugging Face's q_proj; a regular expression
-    # that all of a name matches; or all-linear
+    # of a whole name; or all-linear
     targets: Names | Name = ALL_LINEAR
     # trained too: parts of the parameters, as head.tokens; the head of a task always is
     modules_to_save: Names = ()
@@ -118,5 +118,5 @@ class LoRA(Adapter):
     rank_pattern: Pattern[Count] = ()  # of some matrices, by names or regular expressions
     alpha_pattern: Pattern[Alpha] = ()  # likewise
     rslora: bool = False  # scaling is alpha / sqrt(rank) (arXiv:2312.03732)
-    dropout: DropoutRate = 0.0  # of what A is multiplied with
+    dropout: DropoutRate = 0.0  # of A's input
     bias: Literal["none", "all", "lora_only"] = "none"  # biases that are trained too; lora_only: of adapted matrices

@@ -15,8 +15,7 @@ class Data(Section):
     # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
     # vocabulary: data/tokenizers/vocabulary.py
     tokenizer: ValidPath = "bytes"
-    # whether the token that begins a text stands before every document, context and prompt; auto: as the vocabulary's
-    # own files say
+    # the token that begins a text precedes every document, context and prompt; auto: as in the vocabulary's own files
     bos: Literal["auto"] | bool = "auto"
     allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
 
@@ -63,7 +62,7 @@ class Tokens(Data):
     """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes."""
 
     source: Literal["tokens"]
-    # default: the one that a prepared data set was made with, of a blend its first; bytes where there is none
+    # default: that of a prepared data set, or of the first of a blend; else bytes
     tokenizer: ValidPath = "bytes"
     path: ValidPath | None = None  # of one data set
     blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
@@ -79,7 +78,7 @@ class Task(Data):
     source: Literal["task"]
     task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
     path: str | list[str]  # training examples; files, globs or directories
-    validation_path: str | list[str]  # validation examples; all of them are used
+    validation_path: str | list[str]  # validation examples, all used
 
     @property
     def paths(self) -> list[str]:
@@ -96,7 +95,7 @@ class Instructions(Data):
     source: Literal["instructions"]
     path: str | list[str]  # training conversations; files, globs or directories
     validation_path: str | list[str] | None = None  # validation conversations
-    # rows hold several conversations, each of which attends to itself alone; false: one conversation per row
+    # rows hold several conversations, which attend only to themselves; false: one conversation per row
     pack: bool = True
     chat_template: ValidPath | None = None  # a Jinja file that makes a text of messages; default: the tokenizer's own
 
@@ -123,12 +122,12 @@ class Synthetic(Section):
 
 
 class CustomData(Data):
-    """A function of one's own."""
+    """A user-defined function."""
 
     source: Literal["custom"]
     # path.py:Name, a pure function: sample n as model.context + 1 token ids, or as fields of a row; docs/own-model.md
     module: OwnModule
-    validation_samples: Count = 1024  # the first of them; training takes the others
+    validation_samples: Count = 1024  # the first ones; training takes the rest
 
 
 def packs_documents(data: Data | Synthetic) -> bool:

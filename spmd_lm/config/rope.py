@@ -41,7 +41,7 @@ class YarnRope(Section):
     kind: Literal["yarn"]
     factor: Factor  # by which low frequencies are divided
     original_context: Count  # tokens per row of pretraining
-    beta_fast: Rotations = 32.0  # rotations over original_context from which a frequency stays as it is
+    beta_fast: Rotations = 32.0  # rotations over original_context from which a frequency is unchanged
     beta_slow: Rotations = 1.0  # rotations up to which a frequency is divided by the factor; a ramp between them
     attention_factor: Annotated[float, Field(gt=0, le=1e6)] | None = (
         None  # of cosines and sines; default: 0.1 ln(factor) + 1
@@ -65,7 +65,7 @@ class Llama3Rope(Section):
     kind: Literal["llama3"]
     factor: Factor  # by which low frequencies are divided
     low_freq_factor: Rotations  # rotations over original_context up to which a frequency is divided by the factor
-    high_freq_factor: Rotations  # rotations from which a frequency stays as it is; smooth between them
+    high_freq_factor: Rotations  # rotations from which a frequency is unchanged; smooth between them
     original_context: Count  # tokens per row of pretraining
 
     @model_validator(mode="after")

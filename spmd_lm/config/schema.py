@@ -65,14 +65,14 @@ class Model(Section):
     attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
     # before the residual branch; after the sum (original BERT); or before and after the branch (Gemma 2)
     norm: Literal["pre", "post", "sandwich"] = "pre"
-    norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + what is stored
+    norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + stored values
     norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: PositiveFloat = 10_000.0  # of rotary positions (arXiv:2104.09864)
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's features that are rotated, the first ones
     rope_scaling: RopeScaling | None = None  # of rotary positions to longer rows, as {kind: linear, factor: 4}
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
-    use_bias: bool | Biases = True  # in matrix products and norms; or a list of which: [qkv]
+    use_bias: bool | Biases = True  # in projections and norms; or a list: [qkv]
     qk_norm: bool = False  # RMS norms of each head's queries and keys (Qwen3)
     parallel_branches: bool = False  # attention and MLP read the same residual stream (GPT-J, GPT-NeoX)
     query_pre_attn_scalar: Count | None = None  # queries are divided by its square root; default head_width
@@ -85,7 +85,7 @@ class Model(Section):
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: Literal["auto"] | bool = "auto"  # a loop over layers; auto: unrolled on GPUs where that pays
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
-    # a block, a head or all modules of one's own, path.py:Name, relative to this file; docs/own-model.md
+    # a user-defined block, head or all modules, path.py:Name, relative to this file; docs/own-model.md
     module: OwnModule | None = None
 
     @property
@@ -170,7 +170,7 @@ class Model(Section):
 
 class Objective(Section):
     kind: str
-    # a head of one's own with its losses, path.py:Name, in place of the objective's; docs/own-model.md
+    # a user-defined head with its losses, path.py:Name, in place of the objective's; docs/own-model.md
     module: OwnModule | None = None
     predicts_tokens: ClassVar[bool] = True
 
@@ -290,7 +290,7 @@ class Precision(Section):
 
 
 class OptimizerConfig(Section):
-    moments: ClassVar[str]  # what the optimizer's state is called
+    moments: ClassVar[str]  # name of the optimizer's state
     num_moments: ClassVar[int]  # values of the state per parameter
     kind: str
     lr: PositiveFloat  # the highest, after warmup
@@ -336,7 +336,7 @@ class CustomOptimizer(OptimizerConfig):
 
 
 class Remat(Section):
-    policy: Policy = "none"  # which activations backward computes again; config/remat.py
+    policy: Policy = "none"  # activations that backward computes again; config/remat.py
     block_size: Count | None = None  # layers per remat block of policy block; default: whichever saves least
 
 
@@ -384,10 +384,10 @@ class Checkpoint(Section):
     # a loss or a figure of evaluations in metrics.jsonl, as eval_loss: the checkpoint with the best one is kept beside
     # the newest. That is the highest; of a loss, a perplexity or nats the lowest
     keep_best: Annotated[str, Field(pattern=r"^\w+$", max_length=200)] | None = None
-    asynchronous: bool = Field(True, alias="async")  # written while training goes on
+    asynchronous: bool = Field(True, alias="async")  # written in the background
     verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved
     read_back: bool = False  # each checkpoint is read again before it counts
-    # {dir: /dev/shm/checkpoints, every: 50, keep: 2} saves more of them, on the host of each process
+    # {dir: /dev/shm/checkpoints, every: 50, keep: 2} also saves local checkpoints, on each process's host
     local: LocalCheckpoint | None = None
 
 

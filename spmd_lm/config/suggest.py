@@ -77,7 +77,7 @@ TYPES = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
+    "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # run.name's
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "{name: value}",
@@ -140,7 +140,7 @@ def keys_of_kind(section: str, kind: str = "") -> list[str]:
 
 
 def unknown_section(name: str, value: Any) -> str:
-    if name == "base":  # that of a file is read before its sections are
+    if name == "base":  # a file's is read before its sections
         path = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
         return f"base: belongs in a file. Write it there{path}."
     if name in ("config", "grid", "zip", "when"):

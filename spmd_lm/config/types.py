@@ -15,7 +15,7 @@ MOST = 2**30  # devices index and count in 32 bits, padding included
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided by 1 - rate, in 16 bits too
+DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # kept values are divided by 1 - rate, in 16 bits too
 
 
 def valid_text(text: str) -> str:

@@ -33,9 +33,7 @@ def estimate(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str,
     for i, (name, metric) in enumerate(metrics.items()):
         value, weight = columns[:, 2 * i : 2 * i + 2].sum(0, dtype=np.float64)
         values[name] = float(metric.of(value / weight))
-        drawn = (
-            resampled[:, 2 * i] / resampled[:, 2 * i + 1]
-        )  # transformed last: quantiles of exponentials may overflow
+        drawn = resampled[:, 2 * i] / resampled[:, 2 * i + 1]  # transformed last: quantiles may overflow
         intervals[name] = metric.of(np.quantile(drawn, [0.025, 0.975], method="linear")).tolist()
     return values, intervals
 

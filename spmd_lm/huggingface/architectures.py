@@ -30,9 +30,7 @@ class WeightMapping:
     """Location of one of our parameters in Hugging Face's tensors."""
 
     param: str  # path in our parameter tree, without the place in a period
-    tensor: (
-        str  # with LAYER if there is one per layer; parameters of one tensor are concatenated on their last dimension
-    )
+    tensor: str  # with LAYER if there is one per layer; parameters of one tensor are joined on their last dimension
     transposed: bool = False  # the tensor's two dimensions are swapped
     by_head: bool = False  # concatenated head by head
 

@@ -64,7 +64,7 @@ class ReadCount(NamedTuple):
 class ChunkRecord:
     number: Natural
     raw_documents: Natural
-    documents: Natural  # that remain
+    documents: Natural  # remaining ones
     checksum: Natural
     counts: list[tuple[str, str, Natural]]  # (step, reason, documents)
     bad: list[str]  # the first bad documents, with their problems
@@ -168,7 +168,7 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
     for raw in documents:
         part.append(raw)
         size += len(raw.data) + 100
-        name = f"{raw.file} {raw.line} {raw.problem}".encode("utf-8", "surrogatepass")  # which may be no UTF-8
+        name = f"{raw.file} {raw.line} {raw.problem}".encode("utf-8", "surrogatepass")  # names may not be UTF-8
         checksum = zlib.crc32(raw.data, zlib.crc32(name, checksum))
         if size >= RAW_CHUNK_BYTES or len(part) >= CHUNK_DOCUMENTS:
             yield RawChunk(number, part, checksum)

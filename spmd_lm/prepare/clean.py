@@ -38,7 +38,7 @@ class BadInputError(ValueError):
 
 class Verdict(NamedTuple):
     text: str
-    step: str = ""  # that removed the document, or ''
+    step: str = ""  # the remover of the document, or ''
     reason: str = ""  # for its removal or repair
 
 
@@ -155,7 +155,7 @@ def fold(title: str) -> str:
 
 @functools.cache
 def read_titles(path: str) -> tuple[frozenset[str], str]:
-    """Folded, and the SHA-256 of the file."""
+    """Folded titles, and the SHA-256 of the file."""
     try:
         data = files.read_bytes(Path(path).expanduser(), files.MAX_MODEL_FILE)
         text = data.decode("utf-8-sig")

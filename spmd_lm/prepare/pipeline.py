@@ -39,7 +39,7 @@ from spmd_lm.prepare.workspace import Workspace
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.outputs import writing
 
-LIBRARIES = ("numpy", "tokenizers")  # whose versions may affect the data
+LIBRARIES = ("numpy", "tokenizers")  # their versions may affect the data
 
 
 @dataclass

@@ -129,9 +129,9 @@ class Preparation(Section):
         | Annotated[TrainedTokenizer, Tag(UNION_TAGS[1])],
         Discriminator(tokenizer_tag),
     ] = "bytes"
-    # whether the token that begins a text stands before every document; auto: as the vocabulary's own files say
+    # the token that begins a text precedes every document; auto: as in the vocabulary's own files
     bos: Literal["auto"] | bool = "auto"
-    steps: CleaningSteps = CleaningSteps()  # that remove documents
+    steps: CleaningSteps = CleaningSteps()  # removal of documents
     on_bad: Literal["skip", "error"] = "skip"  # a bad document: count it, or end with exit code 4
     max_document_bytes: Count = 2**26  # a longer document is bad input
     split: SplitShares = SplitShares()  # the shares of the text that are not for training

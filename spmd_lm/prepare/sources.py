@@ -75,7 +75,7 @@ class SourceReader:
 
     @property
     def size(self) -> int | None:
-        """Bytes of its files; None if that is not known."""
+        """Bytes of its files; None if unknown."""
         sizes = []
         for path, _ in self.paths:
             with self._readable(path):

@@ -108,7 +108,7 @@ def read_run(directory: Path) -> RunFiles:
 def _read_text(path: Path) -> str:
     try:
         return read_bytes(path, MOST_BYTES).decode(errors="replace")
-    except OSError:  # there is none yet, or it is not for us to read
+    except OSError:  # missing, or unreadable
         return ""
 
 

@@ -77,7 +77,7 @@ def main() -> NoReturn:
     try:
         called = pickle.dumps((function(*arguments), None))
     except Exception as error:
-        text = traceback.format_exc()  # which the parent does not have
+        text = traceback.format_exc()  # the parent lacks it
         if not isinstance(error, UserError):
             error.add_note(text)
         try:

@@ -43,7 +43,7 @@ def require_absent_or_empty(target: Path) -> None:
 
 @contextmanager
 def remove_if_empty(directory: Path) -> Iterator[None]:
-    """After the block, removes the directory and its parents if they are empty and are new."""
+    """After the block, removes the directory and its parents if they are empty and new."""
     missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield

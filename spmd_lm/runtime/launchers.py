@@ -29,7 +29,7 @@ Environment = Mapping[str, str]
 class Launcher(NamedTuple):
     """Environment variables of a launcher that starts each process itself."""
 
-    sign: str  # that no other launcher sets
+    sign: str  # set by no other launcher
     processes: str
     process_id: str
     local_processes: str

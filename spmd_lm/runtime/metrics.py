@@ -38,7 +38,7 @@ RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]  # random, the na
 
 MAX_ATTEMPTS = 100  # kept in status.json: a spot machine's run may have thousands
 
-MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # that are read; a million records have 2**28 bytes
+MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # to read at most; a million records have 2**28 bytes
 
 NONE_SAVED = -1  # status.json's saved_step before the first checkpoint
 
@@ -225,10 +225,7 @@ class Status(BaseModel):
         spent = dict.fromkeys(BUCKETS, 0.0) | self.goodput
         if not self.attempts:
             return spent
-        last, done = (
-            self.attempts[-1],
-            sum(max(0, attempt.last_step - attempt.first_step + 1) for attempt in self.attempts),
-        )
+        last, done = self.attempts[-1], sum(max(0, each.last_step - each.first_step + 1) for each in self.attempts)
         if lost_steps := max(0, last.last_step - resume_step):
             seconds = spent["step"] * min(1.0, lost_steps / done)
             spent |= {"step": spent["step"] - seconds, "lost": spent["lost"] + seconds}

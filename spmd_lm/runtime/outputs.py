@@ -125,7 +125,7 @@ def report_unraisable(unraisable: Any) -> None:
 
 @contextmanager
 def writing(path: Path, size: int | None = None) -> Iterator[None]:
-    """OutputError, with what to do about it, if the block cannot write to `path`.  size: bytes that it needs."""
+    """Raises OutputError, with advice, if the block cannot write to `path`.  size: required bytes."""
     try:
         yield
     except OSError as error:

@@ -69,7 +69,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self._left_to_jax = False  # SIGTERM
-        hangup = not_ignored(signal.SIGHUP)  # nohup ignores it, so that a run goes on without its terminal
+        hangup = not_ignored(signal.SIGHUP)  # nohup ignores it, so that a run survives its terminal
         self._handlers = handle_signals([signal.SIGTERM, signal.SIGINT, *hangup], self._handle)
         self._handlers.__enter__()
         return self

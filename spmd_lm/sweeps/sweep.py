@@ -138,7 +138,7 @@ def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
 
 
 def probe() -> Machine:
-    """Finds devices in a process of its own, since whoever asks holds the TPU or GPU memory."""
+    """Finds devices in a process of its own, because the one that asks holds the TPU or GPU memory."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -127,7 +127,7 @@ class TrainingRun:
         self.skips_in_a_row += reason != EXCLUDED
         ends = self.skips_in_a_row > max_skips
         if step == self.step and self.is_due(self.config.train.log_every) and not ends:
-            self.record |= skip  # which `log` writes
+            self.record |= skip  # `log` writes it
         elif self.metrics_log is not None:
             self.report(partial(self.metrics_log.write, {"step": step, **skip}))
         if reason != EXCLUDED:

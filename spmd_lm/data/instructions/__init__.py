@@ -1,1 +1,1 @@
-"""Instruction data: conversations as a chat template writes them, of which only the answers are learned."""
+"""Instruction data: conversations rendered by a chat template, with a loss on answers only."""

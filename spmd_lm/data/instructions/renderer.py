@@ -158,7 +158,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # which mean the run; its end is that of the input
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # meant for the run; this process ends with its input
         signal.signal(number, signal.SIG_IGN)
     job = json.loads(sys.stdin.readline())
     for which, most in {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_AS": job.pop("memory")}.items():

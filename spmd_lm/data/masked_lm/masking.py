@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_lm.data.shuffle import fold_in, uniform
 
-UNSELECTED, MASKED, RANDOM, UNCHANGED = range(4)  # what happens to a token; the last three are predicted
+UNSELECTED, MASKED, RANDOM, UNCHANGED = range(4)  # fates of a token; the last three are predicted
 REPLACEMENT_QUANTILES = (0.8, 0.9)  # below the first a span is MASKED, below the second RANDOM
 
 # Independent random streams of a row.

@@ -22,7 +22,7 @@ from spmd_lm.errors import DataError
 from spmd_lm.files import require_few_values
 
 Item = TypeVar("Item")
-Items = Annotated[list[Item], FailFast()]  # one error for a million items, each of which would have its own
+Items = Annotated[list[Item], FailFast()]  # one error for a list, not one per item
 Schema = TypeVar("Schema", bound=BaseModel)  # error messages about a file or a line end with its schema's docstring
 
 

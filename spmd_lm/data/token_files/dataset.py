@@ -24,7 +24,7 @@ from spmd_lm.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
 SAMPLES, SAMPLE = 64, 2048
-READ_SPLITS = ("train", "validation")  # that training reads
+READ_SPLITS = ("train", "validation")  # read by training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _require_tokenizer(manifest: dict[str, Any], root: Path, data: Tokens) -> No
         return
     check_own_tokenizer(root, manifest)
     first = Path(data.blend[0].path if data.blend else root).expanduser()
-    if root != first and not is_megatron(first):  # whose vocabulary is data.tokenizer: it was opened before
+    if root != first and not is_megatron(first):  # its vocabulary is data.tokenizer, opened before
         own = first / TOKENIZER_DIR
         raise ConfigError(
             f"data.blend: {root} has another vocabulary than {first}, and corpora of one blend share theirs. Prepare "

@@ -206,7 +206,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         self.backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        text = utf8(text).decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
+        text = utf8(text).decode("utf-8", "replace")  # documents are UTF-8; invalid bytes of a prompt show as U+FFFD
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {text[:40]!r}"):
             (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
