@@ -1,7 +1,9 @@
 """The public functions, for notebooks, scripts and the commands; `import spmd_lm` imports this module on first use.
 
-config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
-print(spmd_lm.plan(config)) run = spmd_lm.train(config) spmd_lm.evaluate(run), spmd_lm.generate(run, "def main(")
+    config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
+    print(spmd_lm.plan(config))
+    run = spmd_lm.train(config)
+    spmd_lm.evaluate(run), spmd_lm.generate(run, "def main(")
 
 The first function that computes sets up simulated devices; jax cannot change them later."""
 

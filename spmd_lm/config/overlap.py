@@ -71,8 +71,8 @@ BRANCHES = ("attention", "mlp")
 def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
     """The BRANCHES whose matmuls run in parts on this kind of device.  tokens: in a microbatch, on one device.
 
-    On a TPU, only the MLP's: attention needs its tokens in order and copies parts to order them, 2% more compute for
-    less than 1% of an estimated step (docs/log.md, 2026-11-25).
+    On a TPU, only the MLP's: attention needs its tokens in order, copies parts to order them for 2% more compute, and
+    would shorten an estimated step by less than 1% (docs/log.md, 2026-11-25).
 
     `auto` chooses them on H100 and H200, within a host, with the sequence sharded, and outside of pipelines, whose
     schedules were not compared.  Steps are also shorter on v4, and on v5p with options that no hardware has run; they

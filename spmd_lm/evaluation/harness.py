@@ -1,9 +1,9 @@
 """A run as a model of the EleutherAI harness (the extra `lm-eval`), for the harness's tasks.
 
-   import lm_eval
-   from spmd_lm.evaluation.harness import HarnessLM
+    import lm_eval
+    from spmd_lm.evaluation.harness import HarnessLM
 
-   lm_eval.simple_evaluate(model=HarnessLM("runs/gpt2"), tasks=["lambada_openai"])
+    lm_eval.simple_evaluate(model=HarnessLM("runs/gpt2"), tasks=["lambada_openai"])
 
 Requests are scored by the scorer of `spmd-lm eval`.  Every process of a job makes the same requests, and gets all
 results."""

@@ -3,8 +3,8 @@
 Each function takes plain data, from `spmd_lm.plan`, `spmd_lm.audit` or metrics.jsonl, and returns a `Figure`, which
 notebooks display.  None of them starts a device or imports jax.
 
-   plots.mesh(spmd_lm.plan(config))
-   plots.curves({"small": read_records(path)}, "loss")"""
+    plots.mesh(spmd_lm.plan(config))
+    plots.curves({"small": read_records(path)}, "loss")"""
 
 from spmd_lm.plots.bars import collectives, compare, goodput, memory
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of

@@ -2,12 +2,12 @@
 
 A chunk is some MB of consecutive documents, and six files (stage_files.py):
 
- 00000.text         texts, one after another
- 00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
- 00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which determine its split and order
- 00000.exact.npy    uint64 [3, documents]: a 128-bit hash in two rows, and the document; sorted
- 00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
- 00000.json         a ChunkRecord
+  00000.text         texts, one after another
+  00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
+  00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which determine its split and order
+  00000.exact.npy    uint64 [3, documents]: a 128-bit hash in two rows, and the document; sorted
+  00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
+  00000.json         a ChunkRecord
 
 The division of documents into chunks does not affect the result."""
 

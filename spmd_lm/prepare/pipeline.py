@@ -1,9 +1,9 @@
 """`prepare`, from its configuration to the manifest, in four stages, each of which resumes from finished work.
 
- read         documents, cleaned one by one, in chunks with the keys of their duplicates       OUT.partial/read
- duplicates   a label for each document                                                        OUT.partial/fates.npy
- tokenize     the chunks' ids, by a given tokenizer or one that is trained first               OUT.partial/tokens
- shards       the same ids, divided into shards of each split                                  OUT/SPLIT/shard-00000
+  read         documents, cleaned one by one, in chunks with the keys of their duplicates       OUT.partial/read
+  duplicates   a label for each document                                                        OUT.partial/fates.npy
+  tokenize     the chunks' ids, by a given tokenizer or one that is trained first               OUT.partial/tokens
+  shards       the same ids, divided into shards of each split                                  OUT/SPLIT/shard-00000
 
 Data and manifest do not depend on the number of workers or on interruptions."""
 

@@ -3,9 +3,9 @@
 Content is `Html`, made by the functions here, or a plain string, which becomes a paragraph.  Anything but Html is
 escaped, so names and samples can hold anything:
 
-   page = Page("A sweep", "12 runs")
-   page.section("Results", "What was varied.", cards(figure(plots.curves(runs), "loss")), table(header, rows))
-   write_atomically(path, page.html())"""
+    page = Page("A sweep", "12 runs")
+    page.section("Results", "What was varied.", cards(figure(plots.curves(runs), "loss")), table(header, rows))
+    write_atomically(path, page.html())"""
 
 import html
 import re

@@ -2,7 +2,7 @@
 
 SLURM, the MPIs, torchrun and Kubernetes have variables of their own.  Anything else sets jax's:
 
-   JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG
+    JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG
 
 Nested launchers inherit variables, so the innermost counts: jax's, set by the user or by launch/local, then torchrun's,
 then an mpirun's, which starts its daemons with srun, then SLURM's."""

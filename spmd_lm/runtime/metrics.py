@@ -152,7 +152,7 @@ class Attempt(BaseModel):
     platform: str
     device_kind: str
     processes: int
-    recovery: Seconds | None = None  # from the end of an attempt that was cut short to this one's first step
+    recovery: Seconds | None = None  # since an attempt that was cut short, to this one's first step
     peak_bytes: NonNegative | None = None  # most on one device of the first process; None if not measured
 
     @classmethod

@@ -1,19 +1,19 @@
 """A sweep's file: keys of a configuration that vary, and the resulting cells.
 
-   name: widths
-   config: ../debug.yaml                        # relative to this file, or a shipped one's name
-   grid:                                        # every combination
-     parallel.model: [1, 2, 4]
-     optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
-     train.steps: 20                            # a single value: the same in all cells
-   zip:                                         # these vary together; a list of such mappings is crossed
-     id: [small, large]                         # optional: names in a cell's ID
-     model.width: [64, 128]
-     model.heads: [4, 8]
-   when: parallel.model <= model.heads          # one condition or a list: conditions.py
-   published:                                   # efficiencies to show beside the measured ones, with their source
-     source: arXiv:1909.08053, Figure 5
-     efficiency: {model parallel: {1: 1.0, 2: 0.95}}
+    name: widths
+    config: ../debug.yaml                        # relative to this file, or a shipped one's name
+    grid:                                        # every combination
+      parallel.model: [1, 2, 4]
+      optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
+      train.steps: 20                            # a single value: the same in all cells
+    zip:                                         # these vary together; a list of such mappings is crossed
+      id: [small, large]                         # optional: names in a cell's ID
+      model.width: [64, 128]
+      model.heads: [4, 8]
+    when: parallel.model <= model.heads          # one condition or a list: conditions.py
+    published:                                   # efficiencies to show beside the measured ones, with their source
+      source: arXiv:1909.08053, Figure 5
+      efficiency: {model parallel: {1: 1.0, 2: 0.95}}
 
 A cell's ID has the values of the lists, as in `model-2_lr-0.001_small`; it stays the same when values are added."""
 

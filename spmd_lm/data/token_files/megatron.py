@@ -1,8 +1,8 @@
 """Megatron-LM's tokenized data: PREFIX.bin with the ids, and PREFIX.idx with the lengths of sequences and the first
 sequence of each document.
 
- .idx   b"MMIDIDX", two NUL; uint64 version 1; uint8 dtype; uint64 sequences; uint64 document indices
-        int32 [sequences] lengths; int64 [sequences] first bytes; int64 [document indices] sequences, from 0 on
+  .idx   b"MMIDIDX", two NUL; uint64 version 1; uint8 dtype; uint64 sequences; uint64 document indices
+         int32 [sequences] lengths; int64 [sequences] first bytes; int64 [document indices] sequences, from 0 on
 
 Neither file has checksums or names its vocabulary."""
 

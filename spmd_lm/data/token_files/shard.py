@@ -1,8 +1,8 @@
 """A shard of tokenized documents: three files of one name.
 
- shard-00000.bin   token ids, one document after another: little-endian uint16 or uint32
- shard-00000.idx   MAGIC, then the offsets at which documents begin, and the end: little-endian uint64 [documents + 1]
- shard-00000.json  a Header, for reading and checking them
+  shard-00000.bin   token ids, one document after another: little-endian uint16 or uint32
+  shard-00000.idx   MAGIC, then the offsets at which documents begin, and the end: little-endian uint64 [documents + 1]
+  shard-00000.json  a Header, for reading and checking them
 
 The .json is written last and makes the shard exist.  Every document ends with the end-of-sequence token, if the
 tokenizer has one."""

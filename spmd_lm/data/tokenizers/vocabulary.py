@@ -1,10 +1,10 @@
 """The files of a vocabulary: where to find them, how to load them, and the copy that a run keeps.
 
 data.tokenizer is the path of one of these files, or of a directory that has one, searched for in this order:
- tokenizer.json   as Hugging Face writes it
- vocab.txt        BERT's WordPiece, one token per line
- vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
- tokenizer.model  SentencePiece's, as in T5 or Llama
+  tokenizer.json   as Hugging Face writes it
+  vocab.txt        BERT's WordPiece, one token per line
+  vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
+  tokenizer.model  SentencePiece's, as in T5 or Llama
 A tokenizer_config.json beside the second may set do_lower_case, strip_accents and tokenize_chinese_chars; beside the
 third, add_prefix_space."""
 
