@@ -19,16 +19,16 @@ COLLECTIVES = {
 def number_channels() -> None:
     """Numbers the collectives of each program lowered for CPUs from now on.  Other platforms run collectives in one
     order, and keep channel 1."""
-    from jax.interpreters import mlir
+    from spmd_lm.runtime.jax_internals import lowerings, register_lowering
 
-    for primitive, entry in list(mlir._lowerings.items()):
+    for primitive, entry in list(lowerings.items()):
         if primitive.name in COLLECTIVES:
             # Uncached: equal collectives would be one function, and one channel.
-            mlir.register_lowering(primitive, _numbered(entry.rule), platform="cpu", cacheable=False)
+            register_lowering(primitive, _numbered(entry.rule), platform="cpu", cacheable=False)
 
 
 def _numbered(rule: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    from jax.interpreters.mlir import ir
+    from spmd_lm.runtime.jax_internals import ir
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Sequence[Any]:
         results = rule(ctx, *args, **params)

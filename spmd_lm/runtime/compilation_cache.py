@@ -58,7 +58,8 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 def install(cache: "VerifiedCache") -> None:
     """Makes jax use this cache, for which it has no public interface beyond a directory (jax 0.10 to 0.12)."""
     import jax
-    from jax._src import compilation_cache
+
+    from spmd_lm.runtime.jax_internals import compilation_cache
 
     def get_file_cache(path: str) -> tuple[VerifiedCache, str]:
         return cache, path
@@ -75,7 +76,8 @@ def uninstall() -> None:
     if "jax" not in sys.modules:
         return
     import jax
-    from jax._src import compilation_cache
+
+    from spmd_lm.runtime.jax_internals import compilation_cache
 
     if original := getattr(compilation_cache.get_file_cache, "replaces", None):
         compilation_cache.get_file_cache = original

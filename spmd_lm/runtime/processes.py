@@ -136,18 +136,18 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def publish(name: str, text: str) -> None:
     """Publishes this process's latest text under `name` to the job."""
-    from jax._src.distributed import global_state
+    from spmd_lm.runtime.jax_internals import global_state
 
-    client: Any = global_state.client
-    client.key_value_set(f"spmd_lm/{name}/{global_state.process_id}", text, allow_overwrite=True)
+    key = f"spmd_lm/{name}/{global_state.process_id}"
+    global_state.client.key_value_set(key, text, allow_overwrite=True)
 
 
 def published(name: str) -> dict[int, str]:
     """The latest text of each process under `name`."""
-    from jax._src.distributed import global_state
+    from spmd_lm.runtime.jax_internals import global_state
 
-    client: Any = global_state.client
-    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"spmd_lm/{name}")}
+    found = global_state.client.key_value_dir_get(f"spmd_lm/{name}")
+    return {int(key.rpartition("/")[2]): text for key, text in found}
 
 
 def _connection(process: ProcessInfo) -> dict[str, Any]:
@@ -206,15 +206,15 @@ def is_first_process() -> bool:
         return process.process_id == 0
     if not in_tpu_slice(os.environ):
         return True
-    from jax._src.clusters import ClusterEnv  # public jax says it only after joining
+    from spmd_lm.runtime.jax_internals import cluster_types
 
-    return next((env.get_process_id() == 0 for env in ClusterEnv._cluster_types if env.is_env_present()), True)
+    return next((env.get_process_id() == 0 for env in cluster_types if env.is_env_present()), True)
 
 
 def allgather_objects(subject: str, own: Any) -> list[Any]:
     """Gathers each process's JSON value on `subject`, in order of processes; a collective call.  Uses the coordinator's
     key-value store, which needs no device; the first process gathers."""
-    from jax._src.distributed import global_state  # public jax gathers arrays only, on devices
+    from spmd_lm.runtime.jax_internals import global_state
 
     client, number, count = global_state.client, next(agreements), global_state.num_processes
     if client is None or count == 1:
@@ -278,7 +278,8 @@ def start_preemption_service() -> None:
     """Lets jax handle SIGTERM, in place of any handler; reached_preemption_sync_point then informs all processes of the
     job, which must all call this."""
     import jax
-    from jax._src.distributed import global_state  # public jax starts it when the process joins, or never
+
+    from spmd_lm.runtime.jax_internals import global_state
 
     if global_state.preemption_sync_manager is not None:  # an earlier run's, which has released SIGTERM
         global_state.preemption_sync_manager.shutdown()
@@ -295,9 +296,10 @@ def in_a_job() -> bool:
 def end_with_job() -> None:
     """Ends this process with a failed peer's exit code, instead of waiting in a collective until heartbeats stop."""
     import jax
-    from jax._src.distributed import global_state
 
-    client: Any = global_state.client
+    from spmd_lm.runtime.jax_internals import global_state
+
+    client = global_state.client
     while not leaving.wait(POLL_SECONDS):
         try:
             failure = json.loads(client.key_value_try_get(FAILED))
@@ -313,10 +315,11 @@ def leave_job(code: int) -> int:
     jax would wait for them, and they for this one."""
     if in_a_job():
         import jax
-        from jax._src.distributed import global_state
+
+        from spmd_lm.runtime.jax_internals import global_state
 
         leaving.set()
-        client: Any = global_state.client
+        client = global_state.client
         failure = {"process": global_state.process_id, "host": socket.gethostname(), "code": code}
 
         def tell() -> None:
@@ -331,7 +334,7 @@ def leave_job(code: int) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    from jax._src.distributed import global_state
+    from spmd_lm.runtime.jax_internals import global_state
 
     flush_streams()
     if global_state.process_id == 0:
