@@ -1,7 +1,7 @@
 """The rules under which a model is traced: which mesh axes shard each named dimension of its activations.
 
-A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  Whoever traces it sets the
-rules once, with `use_axis_rules`.  Without rules every array is whole, and the same code runs on one device without a
+A model names the dimensions of its arrays, `heads` or `vocab`, and never mentions devices.  Whoever traces it sets the
+rules once, with `use_axis_rules`.  Without rules nothing is sharded, and the same code runs on one device without a
 mesh."""
 
 import dataclasses
@@ -17,17 +17,17 @@ from spmd_lm.errors import LayoutError
 
 
 def is_spec(x: Any) -> bool:
-    """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
+    """True for a PartitionSpec, a leaf of a tree, rather than a container of more nodes."""
     return isinstance(x, P)
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """Which mesh axes shard each name of an activation's dimension, and how many devices lie along each axis.
+    """The mesh axes that shard each named dimension of activations.
 
-    `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension.
-    with_gathered: where parameters are sharded over more axes between their uses, what gathers them for a function of
-    the model, as parallel/own_mesh.py has it."""
+    rules: all names that a model may use; another name is a mistake, not an unsharded dimension.  sizes: devices along
+    each mesh axis.  with_gathered: where parameters are sharded over more axes between their uses, gathers them for a
+    function of the model (parallel/own_mesh.py)."""
 
     rules: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
@@ -63,18 +63,18 @@ def axis_rules() -> AxisRules | None:
 
 
 def nontrivial_axes(name: str) -> tuple[str, ...]:
-    """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
+    """The mesh axes of more than one device that shard `name`: a single device needs no collective."""
     rules = axis_rules()
     return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
 
 
 def num_shards(name: str) -> int:
-    """How many shards the dimension `name` has."""
+    """Number of shards of the dimension `name`."""
     rules = axis_rules()
     return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1
 
 
 def partition_spec(*names: str | None, unreduced: Sequence[str] = ()) -> P:
-    """How an array of these dimensions is sharded.  unreduced: names over whose shards addends of it lie."""
+    """PartitionSpec of an array with these dimensions.  unreduced: names over whose shards it is a partial sum."""
     addends = {axis for name in unreduced for axis in nontrivial_axes(name)}
     return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=addends)

@@ -11,11 +11,11 @@ from typing import Any
 # pipe: stages of layers.  data: parts of the batch; replica: copies of such a group (HSDP).  model: parts of a layer.
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
-"""Those that divide the rows of a batch."""
+"""Axes that divide the rows of a batch."""
 TOKEN_AXES = BATCH_AXES
-"""Those that divide its tokens: losses, their weights and gradients are sums over them."""
+"""Axes that divide its tokens: losses, loss weights and gradients are summed over them."""
 ZERO_AXES = (DATA,)
-"""Those over which ZeRO shards parameters and moments between steps; in a step every device along them uses all of a
+"""Axes over which ZeRO shards parameters and moments between steps; in a step every device along them uses the whole
 parameter."""
 OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
 """The order in which a mesh counts its devices.  Neighbours are fastest: `model` is nearest, because its collectives
@@ -25,17 +25,17 @@ DimNames = tuple[str | None, ...]
 """The names of one array's dimensions, outermost first; None is a dimension that is never sharded."""
 
 SEQUENCE, TIME = "sequence", "time"
-"""Dimension 1 of the residual stream, [batch, sequence, width]; between the branches' products it is `time`, all of a
-row on every device."""
+"""Dimension 1 of the residual stream, [batch, sequence, width]; between the two linears of a branch it is `time`, with
+the whole row on every device."""
 
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
 ZERO_DIMS = {SHARDED_DIM: ZERO_WIDTH, "width_bytes": "zero_width_bytes", "width_blocks": "zero_width_blocks"}
-"""The same of a matrix in few bits: of bytes with two entries, and of blocks with one scale."""
+"""Sharded names of all such dimensions: quantized matrices have a width in bytes (of two entries) and one in blocks."""
 
 
 def is_dim_names(x: Any) -> bool:
-    """Whether a node of a tree is an array's dimension names (a leaf) rather than a container of more nodes."""
+    """True for an array's dimension names, a leaf of a tree, rather than a container of more nodes."""
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
@@ -47,12 +47,12 @@ def sharded_names(names: DimNames) -> DimNames:
 
 
 def axis_of(name: str) -> str:
-    """Of MESH_AXES the one that this axis of a mesh is a part of: `data` for data, data0 and data1."""
+    """The entry of MESH_AXES that a mesh axis belongs to: `data` for data, data0 and data1."""
     return name.rstrip("0123456789")
 
 
 def axes_named(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of a mesh's axes that together are `axis`: that one, or on a TPU's torus several, as data0 and data1."""
+    """The mesh axes that together are `axis`: that one, or on a TPU's torus several, such as data0 and data1."""
     return tuple(name for name in mesh_axes if axis_of(name) == axis)
 
 
@@ -62,5 +62,5 @@ def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def devices_along(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """How many devices lie along these axes together.  sizes: along each axis of a mesh."""
+    """Number of devices along these axes together.  sizes: of all mesh axes."""
     return math.prod(sizes[axis] for axis in axes)

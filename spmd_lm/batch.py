@@ -19,7 +19,7 @@ Leaf = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """None stands for what the objective and the model do not use."""
+    """Arrays of one step; None for those that the objective and the model do not use."""
 
     tokens: Leaf  # int32 [M, B, T]
     targets: Leaf  # int32 [M, B, T]: the token to predict at each position

@@ -1,8 +1,8 @@
 """Layers that repeat in periods of several kinds.
 
 A stack of layers is a tree of arrays [layers, ...].  Where a period has several layers it is a dict of such trees, one
-for each place in the period; each has as many entries as there are layers with that place.  A loop runs it as a stack
-of periods; the layers of a last period that is cut short run after it."""
+for each place in the period, with one entry per layer at that place.  A loop runs it as a stack of periods; the layers
+of a truncated last period run after it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 BlockFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: this layer's entry, or this period's, of each
-of the stacks that a loop runs over."""
+"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: this layer's or period's entry of each
+stack that a loop runs over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """keys: of the layers of a period, in order; none where it is a single layer.  count: of whole periods.  rest: how
-    many layers the last period has, if it is cut short."""
+    """A repeated sequence of layers.  keys: one per layer of a period, in order; empty for a single layer.  count:
+    whole periods.  rest: layers of a truncated last period."""
 
     keys: tuple[str, ...] = ()
     count: int = 1
@@ -30,11 +30,11 @@ class Period:
 
     @property
     def cut_short(self) -> "Period":
-        """The last one; only where there is one that is cut short."""
+        """The truncated last period, if there is one."""
         return Period(self.keys[: self.rest])
 
     def trees(self, tree: Any) -> tuple[Any, ...]:
-        """The trees of its layers, in order; {} of those that have no leaf in this tree.  None gives one None each."""
+        """One tree per layer, in order; {} for a layer without leaves in this tree.  None gives a None for each."""
         return tuple(tree if tree is None else tree.get(key, {}) for key in self.keys) if self.keys else (tree,)
 
     def join(self, trees: Iterable[Any]) -> Any:
@@ -42,7 +42,7 @@ class Period:
         return dict(zip(self.keys, trees, strict=True)) if self.keys else next(iter(trees))
 
     def full(self, stack: Any) -> Any:
-        """The stack without a last period that is cut short."""
+        """The stack without a truncated last period."""
         if stack is None or not self.rest:
             return stack
         cut = self.cut_short.keys
@@ -54,8 +54,8 @@ class Period:
         return stack and {key: _map(lambda x: x[-1], tree) for key, tree in stack.items() if key in cut}
 
     def in_order(self, blocks: tuple[BlockFn, ...]) -> BlockFn:
-        """block(*trees, x, microbatch, index) -> (x, losses) of a period, from such functions of its layers.
-        index: of the period in the stack."""
+        """block(*trees, x, microbatch, index) -> (x, losses) of a period, from those of its layers.  index: of the
+        period in the stack."""
         if not self.keys:
             return blocks[0]
 
@@ -75,5 +75,5 @@ def sum_by_name(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, j
 
 
 def _map(f: Callable, tree: Any) -> Any:
-    """f of each array, or of each list of the matrices of unrolled layers."""
+    """Maps f over arrays, and over lists of unrolled layers' matrices."""
     return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, list))

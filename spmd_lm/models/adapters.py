@@ -22,8 +22,8 @@ FIRST_SITE = 16  # of dropout; those of a block are below
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """The adapter of one matrix [width, other].  dropout: the rate of its input.  transposed: whether products use the
-    matrix transposed, and its inputs are `other`."""
+    """LoRA of one matrix [width, other].  dropout: the rate of its input.  transposed: whether the matrix is multiplied
+    transposed, so that its inputs are `other`."""
 
     rank: int
     scaling: float
@@ -33,13 +33,13 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """IA3's scales of one matrix: of its outputs, or of its inputs where products use it transposed."""
+    """IA3's scales of one matrix: of its outputs, or of its inputs where it is multiplied transposed."""
 
     transposed: bool = False
 
 
 Adapters = tuple[tuple[str, LowRank | Scaling], ...]
-"""Adapters by the paths of their matrices in a block, as attention.query."""
+"""Adapters by the paths of their matrices in a block, such as attention.query."""
 
 
 class LowRankAdapter(nnx.Module):
@@ -78,7 +78,7 @@ class ScalingAdapter(nnx.Module):
         return ScaledMatrix(matrix, self.scale[...])
 
     def of_bias(self, bias: jax.Array) -> jax.Array:
-        """What is added to the product: outputs are scaled after their bias."""
+        """The bias to add to the product: outputs are scaled after their bias."""
         return bias if self.adapter.transposed else bias * self.scale[...]
 
 
@@ -121,7 +121,7 @@ def _names(param: nnx.Param) -> tuple:
 
 
 def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.Module:
-    """The block with these adapters.  Its own parameters are drawn before theirs, and so are those of a run without."""
+    """Adds these adapters to a block.  Its own parameters are drawn first, and so are those of a run without."""
     wanted = dict(adapters)
     for i, (path, module, name) in enumerate([*matrices_of(block)]):
         if path in wanted:
@@ -135,7 +135,7 @@ def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.
 
 
 def require_used(block: nnx.Module) -> None:
-    """ConfigError if a block, which has run, has multiplied with a matrix whose adapter it has not asked for."""
+    """Raises ConfigError if a block has run without asking for the adapter of one of its matrices."""
     for keys, module in nnx.iter_modules(block):
         if isinstance(module, LowRankAdapter | ScalingAdapter) and not module.used:
             name = ".".join(map(str, keys)).removesuffix(SUFFIX)
@@ -146,7 +146,7 @@ def require_used(block: nnx.Module) -> None:
 
 
 def code_matrices(block: nnx.Module, kind: Base) -> nnx.Module:
-    """The block with all its matrices in few bits."""
+    """Quantizes all matrices of a block."""
     if kind != "none":
         for path, module, name in [*matrices_of(block)]:
             setattr(module, name, Coded(getattr(module, name), kind, name in module.row_parallel, path))

@@ -1,4 +1,4 @@
-"""What follows the last block: a head per objective, with its logits and losses.
+"""Heads, one per objective: everything after the last block, with logits and losses.
 
 h is [batch, sequence, width], the residual stream after the final norm.  A loss is a weighted sum over tokens or rows;
 the caller divides by the weight of the whole global batch: the mean does not depend on how the batch is split."""
@@ -44,17 +44,17 @@ class Head(HasMatrices):
         raise self._lacks("losses")
 
     def eval_sums(self, h: jax.Array, batch: Batch, rows: int) -> dict:
-        """The sums over microbatches and devices that metrics are computed from.  Of tokens, for each loss: (its sum,
-        the weight of correct predictions, the weight of all).  Of labelled examples: logits of all `rows` of a step."""
+        """Sums over microbatches and devices, from which metrics are computed.  For tokens, by loss: (its sum, the
+        weight of correct predictions, the total weight).  For labelled examples: logits of all `rows` of a step."""
         raise self._lacks("eval_sums")
 
     def target_scores(self, h: jax.Array, batch: Batch, rows: int) -> dict[str, jax.Array]:
-        """Of each target, whatever its weight, [rows, time] as of `place_rows`: `log_likelihood`, in nats, and
-        `greedy`, 1 where argmax takes it, else 0.  Of heads that predict tokens."""
+        """Scores of all targets, whatever their weights, [rows, time], of `place_rows`: `log_likelihood`, in nats, and
+        `greedy`, 1 for the argmax, else 0.  Only for heads that predict tokens."""
         raise self._lacks("target_scores")
 
     def logits(self, h: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        """By what they predict, float32 or wider."""
+        """Logits by what they predict, float32 or wider."""
         raise self._lacks("logits")
 
     def _lacks(self, method: str) -> ConfigError:
@@ -62,14 +62,14 @@ class Head(HasMatrices):
 
     def row_logits(self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None) -> jax.Array:
         """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence,
-        by the matrix `name`.  Those of the row are the first shard's: see `from_first_shard`."""
+        by the matrix `name`.  The row's are those of the first shard: see `from_first_shard`."""
         pooled = jnp.tanh(add_bias(self.matrix("pooler").multiply(first_tokens(h)), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
         return widen(add_bias(self.matrix(name).multiply(pooled), bias))
 
 
 def place_rows(z: jax.Array, sample_ids: jax.Array, rows: int) -> jax.Array:
-    """z [batch, ...] among all `rows` of a step, zero but for those of this microbatch and device."""
+    """Places z [batch, ...] among all `rows` of a step, zero except for those of this microbatch and device."""
 
     def place(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
         return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
@@ -161,7 +161,7 @@ class MaskedLMHead(CausalLMHead):
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
     def order_logits(self, h: jax.Array) -> jax.Array:
-        """Logits [batch, shards, 2] of a row being in order and swapped, as `row_logits`."""
+        """Logits [batch, shards, 2] for a row in order and swapped: see `row_logits`."""
         return self.row_logits(h, "binary", self.binary_bias)
 
     def losses(self, h, batch, weights, key):
@@ -198,7 +198,7 @@ class LabelHead(Head):
         return self.row_logits(h, "output", self.output_bias, key)
 
     def eval_sums(self, h, batch, rows):
-        """Logits [rows, ...], as of `place_rows`."""
+        """Logits [rows, ...], of `place_rows`."""
         return jax.tree.map(lambda z: place_rows(z, batch.sample_ids, rows), self.logits(h, batch))
 
 
@@ -261,7 +261,7 @@ def make_head(init: ParamInit, objective: Objective, policy: LogitsPolicy) -> He
 
 
 def nonzero_totals(weights: LossDict) -> LossDict:
-    """Of total weights, what a weighted sum is divided by for its mean: with no weight, the mean is 0."""
+    """Divisors of weighted sums for their means: total weights, or 1 where there is none, so that the mean is 0."""
     return {name: jnp.where(total > 0, total, 1) for name, total in weights.items()}
 
 

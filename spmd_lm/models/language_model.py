@@ -48,7 +48,7 @@ class ModelInput(NamedTuple):
 
     batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
-    row_weight: jax.Array | float | None = None  # of BlockContext, for blocks of one's own
+    row_weight: jax.Array | float | None = None  # of BlockContext, for a user's blocks
 
 
 def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -74,11 +74,10 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernels: of attention, keys of ops.attention.KERNELS, one for
-    each layer of a period.  logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
-    collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
-    `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
-    collectives.  modules: what it is made of.  adapters: of the matrices of its blocks.
-    base: in which bits these are stored."""
+    each layer of a period.  logits_policy: of training.  scan_layers: whether layers run in a loop.  collective_matmul:
+    keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in generation, and only
+    on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: of its blocks' matrices.
+    base: how these matrices are stored."""
 
     c: Model
     objective: Objective
@@ -147,8 +146,8 @@ class LanguageModel:
 
     @functools.cached_property
     def matrices(self) -> dict[str, bool]:
-        """The matrices that may have adapters, by their path in a block, as attention.query; and whether products use
-        them transposed."""
+        """The matrices that may have adapters, by their path in a block, such as attention.query; and whether they are
+        multiplied transposed."""
 
         def paths() -> None:
             blocks = (self.modules.block(ParamInit(c, nnx.Rngs(0), self.dtype)) for c in self.c.of_each_kind)
@@ -199,8 +198,7 @@ class LanguageModel:
         return self.modules.loss_weights(self.objective, batch)
 
     def block_fns(self) -> tuple[BlockFn, ...]:
-        """`block` for each place in the period, as training runs it: the remat policy decides what backward computes
-        again."""
+        """`block` for each place in the period, as training runs it, under the remat policy."""
         blocks = [functools.partial(self.block, place=place) for place in range(self.period.layers)]
         if not self.remat.recomputes_layer:
             return tuple(blocks)
@@ -208,7 +206,7 @@ class LanguageModel:
         return tuple(self._checkpoint(block, policy=save) for block in blocks)
 
     def last_block_fns(self) -> tuple[BlockFn, ...]:
-        """`block_fns` of a last period that is cut short, which run outside of a loop."""
+        """`block_fns` of a truncated last period, which runs outside of a loop."""
         return dataclasses.replace(self, scan_layers=False).block_fns()[: self.period.rest]
 
     @jax.named_scope("blocks")
@@ -257,38 +255,38 @@ class LanguageModel:
 
     @jax.named_scope("head")
     def losses(self, params: Params, x: jax.Array, microbatch: ModelInput, weights: LossDict) -> LossDict:
-        """Of each loss the sum of weight x negative log-likelihood.  x: the output of the last block."""
+        """Sums of weight x negative log-likelihood, by loss.  x: the output of the last block."""
         head, h = self._head(params, x)
         losses = head.losses(h, microbatch.batch, weights, microbatch.dropout_key)
         return checked_losses(losses, weights, type(head).__name__) if self.modules.head else losses
 
     @jax.named_scope("head")
     def eval_sums(self, params: Params, x: jax.Array, microbatch: ModelInput, rows: int) -> dict:
-        """As Head.eval_sums, of the output x of the last block."""
+        """See Head.eval_sums.  x: the output of the last block."""
         head, h = self._head(params, x)
         return head.eval_sums(h, microbatch.batch, rows)
 
     @jax.named_scope("head")
     def target_scores(self, params: Params, x: jax.Array, microbatch: ModelInput, rows: int) -> dict:
-        """As Head.target_scores, of the output x of the last block."""
+        """See Head.target_scores.  x: the output of the last block."""
         head, h = self._head(params, x)
         return head.target_scores(h, microbatch.batch, rows)
 
     def logits(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        """By what the head predicts.  x: the output of the last block."""
+        """Logits by what the head predicts.  x: the output of the last block."""
         head, h = self._head(params, x)
         return head.logits(h, batch)
 
     def mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None = None) -> jax.Array:
         """The sum of the objective's losses, each a mean over the batch, in nats, on the mesh of jax.set_mesh.
 
-        params: in the dtype that is to be computed in, laid out by their names.  batch: leaves [batch, ...].  dropout:
-        a seed and the step, integers, of which the masks are a function; None for none.  Raises LayoutError where a
-        parameter or the batch is laid out in another way than the rules say."""
+        params: in the compute dtype, laid out by their names.  batch: leaves [batch, ...].  dropout: a seed and the
+        step, integers, which determine the masks; None for none.  Raises LayoutError where a parameter or the batch is
+        laid out in another way than the rules say."""
         return self.unchecked_mean_loss(*self._checked(params, batch), dropout)
 
     def unchecked_mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None) -> jax.Array:
-        """`mean_loss` of what is laid out as the rules say, in any context of rules."""
+        """`mean_loss` without checks of the layout, in any context of rules."""
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
         model_input = ModelInput(batch, key, 1 / batch.tokens.shape[0] if self.modules.own_block else None)
         x = self._embed_gathered(params, model_input)
@@ -301,7 +299,7 @@ class LanguageModel:
         return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
-        """Both, of global arrays.  Raises LayoutError for those of which something else would be computed."""
+        """Checks global arrays.  Raises LayoutError for those from which something else would be computed."""
         names = jax.tree.map(sharded_names, self.names, is_leaf=is_dim_names)
         params = checked(params, names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
@@ -333,7 +331,7 @@ class LanguageModel:
         return f if rules is None or rules.with_gathered is None else rules.with_gathered(f, names, **how)
 
     def _run_gathered(self, f: Callable, select: Callable[[Params], Params], params: Params, *inputs: Any) -> Any:
-        """f(params, x, *inputs) of what `select` takes of the parameters."""
+        """f(params, x, *inputs) of the parameters that `select` takes."""
         return self._with_gathered(f, select(self.names), regather=False)(select(params), *inputs)
 
     def _embed_gathered(self, params: Params, model_input: ModelInput) -> jax.Array:
@@ -371,16 +369,16 @@ class LanguageModel:
         return x, losses
 
     def _scan_periods(self, run: Callable, x: jax.Array, stack: Params, per_period: Any, unroll: bool = False) -> tuple:
-        """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods; mostly each is a layer."""
+        """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods, which mostly are one layer."""
         if not self.c.share_layers:
             return jax.lax.scan(run, x, (self.period.full(stack), per_period), unroll=unroll)
         shared = jax.tree.map(lambda w: w[0], stack)
         return jax.lax.scan(lambda x, entry: run(x, (shared, entry)), x, per_period, self.c.layers, unroll=unroll)
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCaches:
-        """Keys and values of `rows` sequences, [rows, context, local kv heads, head width] each: of each layer of a
-        period, stacked over the periods; and of each layer of a last period that is cut short.  Of blocks that keep
-        none the tokens themselves."""
+        """Keys and values of `rows` sequences, [rows, context, local kv heads, head width] each: for each layer of a
+        period, stacked over the periods; and for each layer of a truncated last period.  For blocks without a cache,
+        the tokens themselves."""
 
         if not self.modules.has_kv_cache:
             return jnp.zeros((rows, self.c.context), jnp.int32), None
@@ -434,8 +432,8 @@ class LanguageModel:
     def _extend_tokens(
         self, params: Params, gather: Gather, read: jax.Array, tokens: jax.Array, positions: jax.Array, last: jax.Array
     ) -> tuple[jax.Array, KVCaches]:
-        """`extend` of blocks that keep nothing: all layers run over all tokens again.  read: int32 [batch, context],
-        those so far; later ones, which no earlier one sees, are any."""
+        """`extend` for blocks without a cache: all layers run over all tokens again.  read: int32 [batch, context], the
+        tokens so far; later entries, to which no earlier token attends, are arbitrary."""
         rows = jnp.arange(tokens.shape[0])[:, None]
         read = read.at[rows, positions].set(tokens)
         every = jnp.broadcast_to(jnp.arange(read.shape[1], dtype=jnp.int32), read.shape)
@@ -450,7 +448,7 @@ class LanguageModel:
 def _names_and_shapes(
     c: Model, objective: Objective, dtype: str, modules: ModelModules, adapters: Adapters, base: Base, x64: bool
 ) -> tuple[Params, Params]:
-    """Traced once for all layouts of a model.  x64: whether jax knows float64, which what is traced depends on."""
+    """Traced once for all layouts of a model.  x64: whether jax knows float64, on which the trace depends."""
     model = LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)
     _, state = _abstract(model._modules)
     names = _to_params(state, lambda variable: variable.get_metadata().get("out_sharding"))

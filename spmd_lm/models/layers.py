@@ -61,8 +61,8 @@ class ParamInit(NamedTuple):
 
 @jax.custom_vjp
 def broadcast_over_tokens(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """vector [width] in the shape of x [..., width].  Its gradient is a sum over as many tokens as there are: too many
-    addends for bfloat16."""
+    """Broadcasts vector [width] to the shape of x [..., width].  Its gradient, a sum over all tokens, has too many
+    terms for bfloat16: it is summed in float32."""
     return broadcast_like(vector, x)
 
 
@@ -81,7 +81,7 @@ broadcast_over_tokens.defvjp(_broadcast_forward, _broadcast_backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledMatrix:
-    """matrix [width, other], each column times its scale [other], as products use it."""
+    """matrix [width, other], each column times its scale [other]."""
 
     matrix: Matrix | CodedMatrix
     scale: jax.Array
@@ -95,14 +95,14 @@ class ScaledMatrix:
         return ScaledMatrix(self.matrix.select(columns), columns(self.scale))
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """The product, as Matrix.multiply has it."""
+        """See Matrix.multiply."""
         x = x * broadcast_over_tokens(self.scale, x) if transpose else x
         y = self.matrix.multiply(x, transpose=transpose)
         return y if transpose else y * broadcast_over_tokens(self.scale, y)
 
 
 Weights = Matrix | CodedMatrix | LowRankSum | ScaledMatrix
-"""What products multiply with."""
+"""Matrices that multiply."""
 
 
 def add_bias(y: jax.Array, bias: nnx.Param | jax.Array | None) -> jax.Array:
@@ -124,15 +124,15 @@ def row_parallel(h: jax.Array, w: Weights, name: str, *, ordered: bool = True) -
 
 
 class BranchProducts(NamedTuple):
-    """How a branch leaves the residual stream and comes back to it: products, each with a collective.  Both take
+    """The two linears of a residual branch with their collectives: column-parallel in, row-parallel out.  Both take
     `ordered`: whether tokens must be in order in between."""
 
     column: Callable[..., list[jax.Array]] = column_parallel
     row: Callable[..., jax.Array] = row_parallel
 
     def checkpointed(self, checkpoint: Callable) -> Self:
-        """These products under remat: each device saves its shard of the input's sequence, and backward gathers it
-        again (arXiv:2205.05198, section 4.2.2)."""
+        """Puts them under remat: each device saves its shard of the input's sequence, and backward gathers it again
+        (arXiv:2205.05198, section 4.2.2)."""
 
         def column(x: jax.Array, weights: tuple[Weights, ...], name: str, *, ordered: bool) -> list[jax.Array]:
             return checkpoint(lambda x, weights: self.column(x, weights, name, ordered=ordered))(x, weights)
@@ -144,11 +144,11 @@ PRODUCTS_IN_PARTS = BranchProducts(
     lambda x, weights, name, *, ordered: all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered),
     lambda h, w, name, *, ordered: matmul_reduce_scatter(h, w.entries, name, ordered),
 )
-"""The same, in parts whose communication runs beside other parts."""
+"""Linears as collective matmuls, which hide their own communication."""
 
 
 class BlockProducts(NamedTuple):
-    """Those of the branches of a block, by their keys."""
+    """Linears of the branches of a block, by their keys."""
 
     attention: BranchProducts = BranchProducts()
     mlp: BranchProducts = BranchProducts()
@@ -156,11 +156,11 @@ class BlockProducts(NamedTuple):
 
 class HasMatrices(nnx.Module):
     row_parallel: ClassVar[tuple[str, ...]] = ()
-    """Names of the matrices that products use transposed, as those that end a branch."""
+    """Names of the matrices that are multiplied transposed, such as those that end a branch."""
 
     def matrix(self, name: str, context: Any = None) -> Weights:
-        """The matrix `name` as products use it, made of the arrays that are stored for it.  context: of the block, a
-        BlockContext; a head has none."""
+        """The matrix `name`, made of its stored arrays, with its adapter.  context: the block's BlockContext; a
+        head has none."""
         stored, adapter = getattr(self, name), getattr(self, name + SUFFIX, None)
         matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
         if adapter is None:
@@ -170,7 +170,7 @@ class HasMatrices(nnx.Module):
         return adapter(matrix, context)
 
     def bias(self, name: str) -> jax.Array | None:
-        """What is added to products with the matrix `name`; None for nothing."""
+        """The bias of the matrix `name`; None for none."""
         bias, adapter = getattr(self, f"{name}_bias"), getattr(self, name + SUFFIX, None)
         return None if bias is None else bias[...] if adapter is None else adapter.of_bias(bias[...])
 
@@ -208,6 +208,6 @@ class HeadNorm(nnx.Module):
 
 
 def _scale_of(norm: Norm | HeadNorm) -> jax.Array:
-    """What a norm's result is multiplied by."""
+    """Factor of a norm's result."""
     scale = norm.scale[...]
     return 1 + widen(scale) if norm.zero_centered else scale

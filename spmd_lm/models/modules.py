@@ -1,4 +1,4 @@
-"""The modules that a model is made of.  Each may be one's own; docs/own-model.md says what they are called with."""
+"""The modules that a model is made of.  Each may be a user's own; docs/own-model.md has their arguments."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +20,8 @@ from spmd_lm.own_module import load_object
 
 
 class ModelModules(NamedTuple):
-    """embedding: made with a ParamInit.  block: the same, of a Model whose layers are all of one kind.  head: made with
-    a ParamInit and a LogitsPolicy; None for the objective's."""
+    """embedding: made with a ParamInit.  block: too, for a Model whose layers are all of one kind.  head: made with a
+    ParamInit and a LogitsPolicy; None for the objective's."""
 
     embedding: Callable[[ParamInit], nnx.Module] = Embedding
     block: Callable[[ParamInit], nnx.Module] = Block
@@ -33,7 +33,7 @@ class ModelModules(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether any of them is one's own."""
+        """True if any of them is a user's own."""
         return self != ModelModules()
 
     @property
@@ -43,18 +43,18 @@ class ModelModules(NamedTuple):
 
     @property
     def has_kv_cache(self) -> bool:
-        """Whether a block meets other tokens in the attention of its context alone, whose keys and values generation
-        keeps; a block of one's own says so with `has_kv_cache = True`."""
+        """True if tokens of a block interact in its context's attention alone, whose keys and values generation keeps.
+        A user's block says so with `has_kv_cache = True`."""
         return getattr(self.block, "has_kv_cache", not self.own_block)
 
     @property
     def has_eval_sums(self) -> bool:
-        """Whether the head can tell the sums that metrics are computed from."""
+        """True if the head has the sums from which metrics are computed."""
         return getattr(self.head, "eval_sums", None) is not Head.eval_sums
 
     @property
     def has_logits(self) -> bool:
-        """Whether the head has logits."""
+        """True if the head has logits."""
         return getattr(self.head, "logits", None) is not Head.logits
 
     def make_head(self, init: ParamInit, objective: Objective, policy: LogitsPolicy) -> Head:
@@ -71,8 +71,8 @@ class ModelModules(NamedTuple):
 
     @property
     def rules(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Mesh axes of dimension names of one's own.  ConfigError for axes that are not theirs to name, and for a name
-        with two rules."""
+        """Mesh axes of users' own dimension names.  ConfigError for axes that these may not name, and for a name with
+        two rules."""
         table: dict[str, tuple[str, ...]] = {}
         for module in filter(None, self):
             for name, axes in _rules(module):
@@ -100,7 +100,7 @@ def _rules(module: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def as_modules(given: Any, where: str) -> ModelModules:
-    """What a user gives as a model: all modules, a block, or a head.  ConfigError for anything else."""
+    """ModelModules from what a user gives: those, a block, or a head.  ConfigError for anything else."""
     if isinstance(given, ModelModules):
         return given
     if isinstance(given, type) and issubclass(given, nnx.Module):
@@ -112,8 +112,8 @@ def as_modules(given: Any, where: str) -> ModelModules:
 
 
 def modules_of_model(c: Model, objective: Objective, given: Any = None) -> ModelModules:
-    """What a model is made of, its user's own modules or this package's.  given: one's own, where c.module names none.
-    ConfigError for what is no module, and for a head that both sections have."""
+    """The modules of a model, its user's or this package's.  given: the user's, where c.module names none.  ConfigError
+    for anything but a module, and for a head that both sections have."""
     if c.module and given is not None:
         raise ConfigError(f"model={_name(given)} was given, and model.module={c.module} too. Give one of them.")
     where = f"model.module={c.module}" if c.module else "Program(model=...)"
@@ -131,7 +131,7 @@ def modules_of_model(c: Model, objective: Objective, given: Any = None) -> Model
 
 
 def checked_block(result: Any, x: jax.Array, name: str) -> tuple[jax.Array, LossDict]:
-    """What a block of one's own returns.  ConfigError for anything but an x like the one that it was given, and scalar
+    """Checks what a user's block returns.  ConfigError for anything but an x like the one that it was given, and scalar
     losses by name."""
     expected = f"x as it came, {_shown(x)}, and auxiliary losses, scalars by name, or {{}}"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
@@ -142,7 +142,7 @@ def checked_block(result: Any, x: jax.Array, name: str) -> tuple[jax.Array, Loss
 
 
 def checked_losses(losses: Any, weights: LossDict, name: str) -> LossDict:
-    """What a head of one's own returns.  ConfigError for anything but a number for each loss that has weights."""
+    """Checks what a user's head returns.  ConfigError for anything but a number for each loss that has weights."""
     if not isinstance(losses, dict) or losses.keys() != weights.keys() or any(map(jnp.ndim, losses.values())):
         what = f"{name}.losses returned {_shown(losses)}, and loss_weights names {', '.join(weights)}"
         raise ConfigError(f"{what}. Return a scalar for each of these names.")
@@ -159,7 +159,7 @@ def _shown(tree: Any) -> str:
 
 
 def require_names(names: Any, shapes: Any) -> None:
-    """ConfigError for a parameter of which some dimension has no name."""
+    """Raises ConfigError for a parameter with a dimension that has no name."""
     problems = []
     paths = jax.tree_util.tree_leaves_with_path(names, is_leaf=lambda x: x is None or is_dim_names(x))
     for (path, dim_names), leaf in zip(paths, jax.tree.leaves(shapes), strict=True):

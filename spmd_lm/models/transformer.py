@@ -35,9 +35,9 @@ training, through a cache in generation."""
 
 class BlockContext(NamedTuple):
     """A block's arguments besides x, whatever its kind.  make_attention: its attention, from its sizes.  dropout_key:
-    of this layer; None for no dropout.  products: how its branches leave the residual stream.  checkpoint:
-    jax.checkpoint, of what backward always computes again.  batch: of the tokens that x stands for.  row_weight: what
-    an auxiliary loss of each row is multiplied by in training, for its mean over the global batch."""
+    of this layer; None for no dropout.  products: of its branches.  checkpoint: jax.checkpoint, for what backward
+    always recomputes.  batch: of the tokens that x stands for.  row_weight: weight of a row in an auxiliary loss in
+    training, for its mean over the global batch."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None

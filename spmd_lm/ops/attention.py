@@ -40,14 +40,13 @@ def _softmax_attention(q, k, v, mask, spec: "AttentionSpec", drop: Callable[[Arr
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-MOST_BLOCKS = 8
-"""Each is compiled."""
+MOST_BLOCKS = 8  # each is compiled
 
 
 def query_blocks(time: int, causal: bool, span: int | None) -> list[tuple[slice, slice]]:
-    """(queries, keys) of each block in which XLA's attention runs, but for keys that none of its queries sees.
+    """(queries, keys) of each block of XLA's attention, without keys that none of its queries attends to.
 
-    Two causal blocks (-4% of a step on a CPU), or as many as windows fit into the row."""
+    Two causal blocks (-4% of a step on a CPU), or the number of windows that fit into the row."""
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
     blocks = max(blocks, min(time // span, MOST_BLOCKS)) if span else blocks
     before, after = span or time, 1 if causal else span or time
@@ -93,7 +92,7 @@ def _xla(q, k, v, segment_ids, spec: "AttentionSpec", drop: Dropout) -> Array:
 
 
 def _cudnn(q, k, v, segment_ids, spec: "AttentionSpec", drop: None) -> Array:
-    """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
+    """segment_ids: for bidirectional rows, 1 for tokens and 0 for the padding after them."""
     assert not drop and not (spec.causal and segment_ids is not None) and (spec.causal or not spec.span)
     assert not spec.softcap
     n = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
@@ -131,10 +130,10 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rotary:
-    position embeddings of queries and keys; None for none.  dropout: rate, of the probabilities.  span: how many tokens
-    one attends to, itself and those before it, and without a causal mask as many after it; None for the whole row.
-    kernel: a key of KERNELS.  scale: of scores; default K^-1/2.  softcap: of scores; None for none."""
+    """heads, kv_heads: over all devices.  causal: whether a token attends only to itself and earlier ones.  rotary:
+    position embeddings of queries and keys, or None.  dropout: rate, of the probabilities.  span: number of tokens that
+    one attends to, itself and earlier ones, and without a causal mask as many later ones; None for the whole row.
+    kernel: a key of KERNELS.  scale: of scores; default K^-1/2.  softcap: of scores, or None."""
 
     heads: int
     kv_heads: int
@@ -150,7 +149,7 @@ class AttentionSpec:
         return self.scale or q.shape[-1] ** -0.5
 
     def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
-        """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
+        """Splits q, k and v into this device's heads, [B, T, H or G, K], and applies rotary embeddings."""
         shards = num_shards("heads")
         q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
         k, v = (x.reshape(*x.shape[:-1], max(self.kv_heads // shards, 1), -1) for x in (k, v))

@@ -1,16 +1,15 @@
-"""Megatron's f and g as rings: matrix products in parts, each of which runs while what the next one needs travels.
+"""Collective matmul: Megatron's f and g as rings of n matmuls, each of which hides the permute for the next one.
 
-The gather of a sharded sequence and the product with the whole of it become n products with one shard each, and the
-product and the reduce-scatter of its partial sums become n products that are added up on the way (Wang et al., ASPLOS
-2023, doi:10.1145/3567955.3567959).  Shards and sums go round in both directions, half of the way each: n - 1 permutes
-of one shard, which is as much as the collective sends.  Where the sequence is not sharded, Megatron's all-reduce is
-such a reduce-scatter and a gather, which nothing hides.
+The all-gather of a sharded sequence and the matmul with all of it become n matmuls with one shard each; the matmul and
+the reduce-scatter of its partial sums become n matmuls whose results are added up on the way (Wang et al., ASPLOS 2023,
+doi:10.1145/3567955.3567959).  Shards and sums travel in both directions, half of the ring each: n - 1 permutes of one
+shard, the same bytes as the collective.  Where the sequence is not sharded, Megatron's all-reduce is such a
+reduce-scatter and an all-gather, which nothing hides.
 
-Parts arrive in another order on each device: its own shard of the sequence, then that of the device after it, and so on
-round the ring.  What treats every token alike may leave them so (`ordered` is false) and saves putting them in order,
-which copies them.
+Shards arrive in a different order on each device: its own, then that of the device after it, and so on round the ring.
+Layers that treat every token alike may leave them so (`ordered` is false), which saves a copy.
 
-In bfloat16 a sum is rounded by each device that it passes."""
+In bfloat16 a sum is rounded on each device that it passes."""
 
 import functools
 import itertools
@@ -30,15 +29,15 @@ TIME = 1  # the dimension of the sequence
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gather_matmul(x: Array, weights: tuple[Array, ...], name: str, ordered: bool) -> list[Array]:
-    """f and what follows it: the residual stream x [batch, sequence, width] with its whole sequence, times each of
-    `weights` [width, other], which are sharded along `name`: [batch, time, other] each.  ordered: otherwise tokens are
-    in the order in which they arrive, as the module says."""
+    """Megatron's f and the linears after it: all-gathers the residual stream x [batch, sequence, width] and multiplies
+    it by each of `weights` [width, other], sharded along `name`: [batch, time, other] each.  ordered: if false, tokens
+    stay in order of arrival (see above)."""
     return _gather_and_multiply(x, weights, name, ordered)[1]
 
 
 def _all_gather_matmul_forward(x, weights, name, ordered):
     gathered, products = _gather_and_multiply(x, weights, name, ordered)
-    return products, (gathered, weights)  # the weights themselves: as ops.dense
+    return products, (gathered, weights)  # the weights themselves: see ops.dense
 
 
 def _all_gather_matmul_backward(name, ordered, saved, grads):
@@ -52,9 +51,9 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_reduce_scatter(h: Array, w: Array, name: str, ordered: bool) -> Array:
-    """g and what precedes it: h [batch, time, other] times w [width, other] transposed, both sharded along `name`,
-    summed over its shards: [batch, sequence, width], as the residual stream holds it.  ordered: as of
-    all_gather_matmul, where h comes from."""
+    """The linear before Megatron's g, and g: multiplies h [batch, time, other] by w [width, other] transposed, both
+    sharded along `name`, and reduce-scatters the result to the residual stream [batch, sequence, width].  ordered: that
+    of the all_gather_matmul which h comes from."""
     return _multiply_and_scatter([h], [w], name, ordered)
 
 
@@ -72,7 +71,7 @@ matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scat
 
 
 def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered: bool) -> tuple[Array, list[Array]]:
-    """x [batch, sequence, width] with its whole sequence, and that times each of `weights` [width, other]."""
+    """All-gathers x [batch, sequence, width] along the sequence; returns it, and it times each of `weights`."""
     w = _side_by_side(weights, 1)
     if nontrivial_axes(SEQUENCE):
         axes = _axes_of(name)
@@ -86,8 +85,8 @@ def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered:
 
 
 def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool) -> Array:
-    """The sum of factors [batch, time, other] times weights [width, other] transposed, pair by pair and over the
-    shards of `name`, as the residual stream holds it: [batch, sequence, width]."""
+    """The sum of factors [batch, time, other] times weights [width, other] transposed, over the pairs and over the
+    shards of `name`: the residual stream [batch, sequence, width]."""
     axes, factor, w = _axes_of(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
     n = lax.axis_size(axes)
     part, rest = divmod(factor.shape[TIME], n)
@@ -103,7 +102,7 @@ def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], na
 
 
 def _axes_of(name: str) -> tuple[str, ...]:
-    """The mesh axes that shard `name`, and the sequence if that is sharded."""
+    """The mesh axes that shard `name`, and the sequence if it is sharded."""
     axes = nontrivial_axes(name)
     assert nontrivial_axes(SEQUENCE) in ((), axes), (name, axes)
     return axes
@@ -114,8 +113,8 @@ def _side_by_side(arrays: Sequence[Array], dim: int) -> Array:
 
 
 def _unmerged(w: Array, k: int) -> Array:
-    """w, which a GPU's compiler does not know for that of other parts: it would merge their products into one, which
-    waits for all of them.  k: of the part; two barriers that are alike would be one."""
+    """Hides from a GPU's compiler that matmul k has the same w as the others: it would merge them into one, which waits
+    for all shards.  Two barriers without k would be merged too."""
     return lax.optimization_barrier((w, jnp.int32(k)))[0]
 
 
@@ -123,13 +122,13 @@ def _unmerged(w: Array, k: int) -> Array:
 
 
 def _ways(axes: tuple[str, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(direction, hops) each way round: together to and from every other device."""
+    """(direction, hops) both ways round the ring, which together reach every other device."""
     n = lax.axis_size(axes)
     return (1, n // 2), (-1, (n - 1) // 2)
 
 
 def _shards_from(x: Array, axes: tuple[str, ...]) -> list[Array]:
-    """The x of all devices: entry k is from k places after this one."""
+    """The x of all devices: entry k is from the device k places after this one."""
     n = lax.axis_size(axes)
     shards = [x] * n
     for way, hops in _ways(axes):
@@ -139,13 +138,13 @@ def _shards_from(x: Array, axes: tuple[str, ...]) -> list[Array]:
 
 
 def _put_together(shards: list[Array], axes: tuple[str, ...], ordered: bool) -> Array:
-    """Such shards of the sequence as one array."""
+    """Concatenates such shards along the sequence."""
     gathered = jnp.concatenate(shards, TIME)
     return jnp.roll(gathered, lax.axis_index(axes) * shards[0].shape[TIME], TIME) if ordered else gathered
 
 
 def _sum_over(addend: Callable[[int], Array], axes: tuple[str, ...]) -> Array:
-    """The sum of what all devices have for this one: addend(k) is for the device k places after its own."""
+    """Reduce-scatter: sums the terms of all devices for this one.  addend(k): for the device k places after."""
     n = lax.axis_size(axes)
     total = addend(0)
     for way, hops in _ways(axes):
@@ -158,6 +157,6 @@ def _sum_over(addend: Callable[[int], Array], axes: tuple[str, ...]) -> Array:
 
 
 def _send(x: Array, axes: tuple[str, ...], way: int) -> Array:
-    """To each device the x of the one before it, or with way -1 of the one after it."""
+    """Permutes x one place along the ring: to the next device, or with way -1 to the previous one."""
     n = lax.axis_size(axes)
     return lax.ppermute(x, axes, [(i, (i + way) % n) for i in range(n)])

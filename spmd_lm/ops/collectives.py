@@ -1,8 +1,8 @@
 """Collectives over named dimensions: Megatron's f and g, and the few others that a model needs.
 
 A model is written once for two ways to run.  Under a shard_map it sees one device's shard of each array, and the
-functions here communicate.  On a mesh of Explicit axes it sees global arrays, and those that say `typed_as` state how a
-result is laid out instead; XLA then inserts the collectives (ops/sharding_types.py).
+functions here communicate.  On a mesh of Explicit axes it sees global arrays, and those decorated `typed_as` state the
+sharding of their result instead; XLA then inserts the collectives (ops/sharding_types.py).
 
 A function takes the name of a dimension (`reduce_scatter` and `psum_axes`: mesh axes) and runs over the mesh axes that
 shard it; where none does, it returns its argument unchanged.  Only functions decorated `with_gradient`, or without a
@@ -27,7 +27,7 @@ from spmd_lm.ops.sharding_types import TypeOf
 
 
 def typed_as(typed: Callable) -> Callable[[Callable], Callable]:
-    """Makes `typed` the meaning of a function where arrays are global."""
+    """Replaces a function by `typed` where arrays are global."""
 
     def decorate(f: Callable) -> Callable:
         @functools.wraps(f)
@@ -40,7 +40,7 @@ def typed_as(typed: Callable) -> Callable[[Callable], Callable]:
 
 
 def shard_index(name: str) -> Array:
-    """Which shard of the dimension `name` this device holds, int32.  LayoutError where arrays are global."""
+    """Index of this device's shard of the dimension `name`, int32.  LayoutError where arrays are global."""
     if sharding_types.is_explicit():
         raise LayoutError(f"a shard of '{name}' is of one device: use parallel.partitioner=manual, or global_indices.")
     return lax.axis_index(axes).astype(jnp.int32) if (axes := nontrivial_axes(name)) else jnp.zeros((), jnp.int32)
@@ -61,7 +61,7 @@ def row_positions(size: int, name: str = TIME, part: slice = slice(None)) -> Arr
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:
-    """This device's shard of x along `dim`, a dimension called `name` that every device holds whole."""
+    """Slices out this device's shard of x along `dim`, a dimension called `name` that every device holds whole."""
     if not nontrivial_axes(name):
         return x
     size = x.shape[dim] // num_shards(name)
@@ -70,15 +70,15 @@ def local_slice(x: Array, name: str, dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LocalKVHeads:
-    """The key/value heads, `width` wide, that this device's queries attend with, where some layer has fewer of them
-    than there are shards of `heads`; all of them elsewhere.
+    """Selects the key/value heads, `width` wide, of this device's queries, where some layer has fewer of them than
+    `heads` has shards; elsewhere all.
 
     Several devices use one head, each for its own queries: gradients are still to be summed over the shards."""
 
     width: int
 
     def __call__(self, w: Array) -> Array:
-        """Of w [..., key/value heads x width], which every device holds."""
+        """Selects from w [..., key/value heads x width], which every device holds."""
         if num_shards("heads") == num_shards("kv_heads"):
             return w
         typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
@@ -112,7 +112,7 @@ def gather_sequence(x: Array) -> Array:
 
 
 def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool = False) -> Array:
-    """The sum of x over mesh axes, one after the other, of which each device keeps its shard along `dim`.
+    """Reduce-scatters x along `dim` over mesh axes, one after the other.
 
     A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
     size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory.  It also pads
@@ -168,7 +168,7 @@ def padded_columns(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
 
 
 def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> bool:
-    """Whether a shard of `shape`, scattered over these axes in turn, halves each time into windows that fit.  Its
+    """True if a shard of `shape`, scattered over these axes in turn, halves each time into windows that fit.  Its
     columns are a multiple of 128."""
     for devices in axis_sizes:
         first, *others = _devices_first(shape, devices)
@@ -182,9 +182,8 @@ def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> b
 
 
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:
-    """The sum of x [batch, whole sequence, width] over the shards of `name`; this device's shard of the sequence.
-
-    One reduce-scatter where the sequence is sharded, otherwise an all-reduce."""
+    """Sums x [batch, whole sequence, width] over the shards of `name`: a reduce-scatter onto this device's shard of the
+    sequence where that is sharded, otherwise an all-reduce."""
     if not (axes := nontrivial_axes(SEQUENCE)):
         return psum(x, name)
     assert axes == nontrivial_axes(name), (name, axes)
@@ -232,8 +231,8 @@ def first_tokens(h: Array) -> Array:
 
 @typed_as(sharding_types.from_first_shard)
 def from_first_shard(x: Array, dim: int) -> Array:
-    """The entry of the first shard of the sequence along `dim`, which has one entry for each; gradients reach that
-    shard alone."""
+    """The first entry along `dim`, which has one for each shard of the sequence; gradients reach the first shard
+    alone."""
     return _from_first_shard(lax.squeeze(x, (dim,)), SEQUENCE)
 
 
@@ -250,14 +249,14 @@ def gather_replicated_grad(x: Array, name: str = SEQUENCE) -> Array:
     return all_gather(x, name, 1)
 
 
-# ---- what only states how arrays are laid out, where they are global
+# ---- statements of how arrays are laid out, where they are global
 
 
 @typed_as(sharding_types.contract)
 def contract(
     x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | TypeOf | None = None
 ) -> Array:
-    """The product of x and y, summed over these dimensions of each: on each device over its own shards alone.
+    """Contracts x and y over these dimensions, on each device over its own shards alone.
 
     gradient_of: the array whose gradient it is, or its type."""
     return lax.dot_general(x, y, ((tuple(x_dims), tuple(y_dims)), ((), ())))
@@ -286,20 +285,20 @@ def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array 
 
 @typed_as(lambda x, axes: sharding_types.psum_unreduced(x))
 def psum_axes(x: Any, axes: Sequence[str]) -> Any:
-    """The sum over mesh axes of what each device along them has added up: over all axes that addends of x lie on."""
+    """All-reduce over mesh axes, which are all those on which x is a partial sum."""
     return lax.psum(x, axes) if axes else x
 
 
 @typed_as(sharding_types.psum_unreduced)
 def psum_unreduced(x: Any) -> Any:
-    """x, without addends that are still to be summed where arrays are global; unchanged on one device's shards, which
-    the step sums once, at its end."""
+    """Sums x over the axes on which it is unreduced, where arrays are global; one device's shards are returned as they
+    are: the step sums them once, at its end."""
     return x
 
 
 @typed_as(jax.sharding.reshard)
 def constrain(x: Array, specs: Any) -> Array:
-    """x, a tree of arrays whose types are to hold these PartitionSpecs."""
+    """Reshards a tree of arrays, where they are global, to these PartitionSpecs."""
     return x
 
 
@@ -311,7 +310,7 @@ def zeros_like_gradient(x: Array, dtype: jnp.dtype) -> Array:
 
 @typed_as(sharding_types.as_gradient)
 def as_gradient(g: Array, x: Array) -> Array:
-    """g, of which each device holds an addend, as the gradient of x: summed, unless x leaves that to the step."""
+    """The partial sum g as the gradient of x: summed, unless x leaves that to the step."""
     return g
 
 
@@ -335,14 +334,14 @@ def join_heads(x: Array) -> Array:
 
 @typed_as(sharding_types.scale)
 def scale(factor: Array, x: Array) -> Array:
-    """A number times x, of which each device may hold an addend."""
+    """A number times x, which may be a partial sum."""
     return factor * x
 
 
 @typed_as(sharding_types.manual_region)
 def manual_region(f: Callable, out_specs: Any) -> Callable:
-    """`f`, run by every device on its own shards: where arrays are global, in a shard_map of its own.
+    """Runs `f` on every device's own shards: where arrays are global, in a shard_map.
 
-    out_specs: how its results are then laid out; axes over which addends lie must be *unreduced* there.  Differentiated
-    through, it sums gradients over axes that do not shard an argument."""
+    out_specs: of its results there; axes on which they are partial sums must be *unreduced*.  Differentiated through,
+    it sums gradients over axes that do not shard an argument."""
     return f

@@ -1,5 +1,5 @@
-"""Cross-entropy of a linear head that never holds all logits: it runs over chunks of tokens, and computes gradients in
-the forward pass.
+"""Cross-entropy of a linear head without ever holding all logits: it runs over chunks of tokens, and computes gradients
+in the forward pass.
 
 The vocabulary may be sharded.  Then devices exchange a maximum, a normalizer and the target's logit per token, and the
 input's gradient, but no other logits (arXiv:1909.08053, section 3).  Logits are float32 or wider whatever the matrices
@@ -32,15 +32,14 @@ from spmd_lm.ops.embedding import local_rows
 from spmd_lm.ops.softcap import softcap
 
 CHUNK_BYTES = 2**27
-"""Most bytes of logits that one device holds at a time, unless it is told of how many tokens.  Below about 32 MiB a CPU
-loses time to short products."""
+"""Most bytes of logits that a device holds at a time, unless LogitsPolicy.tokens is set.  Below about 32 MiB a CPU
+loses time to short matmuls."""
 
 
 class LogitsPolicy(NamedTuple):
-    """How a step holds logits.  accum_dtype: dtype in which the chunks' gradients of table and bias are summed, or the
-    table's if that is wider.  compute: whether products write them in the compute dtype, rather than in float32 or
-    wider, in which everything else is computed.  tokens: whose logits are held at a time; None for as many as
-    CHUNK_BYTES holds.  softcap: of the logits; None for none."""
+    """Dtypes and chunks of logits in a step.  accum_dtype: in which the chunks' gradients of table and bias are summed,
+    or the table's if that is wider.  compute: whether matmuls write logits in the compute dtype; everything else is
+    float32 or wider.  tokens: of a chunk; None for what fits into CHUNK_BYTES.  softcap: of the logits, or None."""
 
     accum_dtype: str = "float32"
     compute: bool = False
@@ -52,10 +51,8 @@ DEFAULT = LogitsPolicy()
 
 
 def chunks(tokens: int, row_bytes: int, each: int | None = None) -> tuple[int, int]:
-    """(number, tokens in each) of the fewest equal chunks that hold `tokens`: of so many each, or with logits within
-    CHUNK_BYTES.
-
-    Together they may hold a few tokens more: those have weight 0."""
+    """(number, tokens in each) of the fewest equal chunks that hold `tokens`: of size `each`, or with logits within
+    CHUNK_BYTES.  Tokens that fill up the last one have weight 0."""
     if each:
         return -(-tokens // each), each
     number = min(tokens, -(-tokens * row_bytes // CHUNK_BYTES))
@@ -104,7 +101,7 @@ def _in_two_passes(logits: Array) -> tuple[Array, Array]:
 
 
 def _in_one_pass(logits: Array) -> tuple[Array, Array]:
-    """Both by one reduction, which merges those of two sets (arXiv:1805.02867): a GPU reads the logits once."""
+    """One reduction for both, which merges those of two sets (arXiv:1805.02867): a GPU reads the logits once."""
     h = _bounded(logits)
     start = jnp.finfo(h.dtype).min, jnp.zeros((), h.dtype)
     return tuple(lax.reduce((h, jnp.ones_like(h)), start, _merge, (1,)))
@@ -117,12 +114,12 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def _bounded(logits: Array) -> Array:
-    """Without -inf, of padding: in a shard of nothing else, -inf less the largest would be no number."""
+    """Logits with -inf, of padding, made finite: in a shard of padding alone -inf minus the largest would be NaN."""
     return jnp.maximum(logits, jnp.finfo(logits.dtype).min)
 
 
 def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
-    """Whether each target [N] is the token that argmax takes: the first one of equals, whichever shards they are in."""
+    """True for each target [N] that is the argmax: the first one of equals, whichever shards they are in."""
     is_largest = chunk.logits == chunk.largest[:, None]
     ids = global_indices("vocab", chunk.logits.shape[1])
     first = -pmax(jnp.where(is_largest, -ids, -jnp.iinfo(ids.dtype).max).max(-1), "vocab")
@@ -147,7 +144,7 @@ def _in_chunks(h: Array, targets: Array, weights: Array, vocab: int, each: int |
 def evaluate_cross_entropy(
     h, table, bias, targets, weights, vocab: int, softcap: float | None = None
 ) -> tuple[Array, Array]:
-    """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
+    """The `cross_entropy`, and the sum of the weights of tokens whose target is the argmax; not differentiable."""
     total = partition_spec(unreduced=("batch",))
     policy = LogitsPolicy(softcap=softcap)
     evaluate = manual_region(functools.partial(_evaluate, vocab=vocab, policy=policy), (total, total))
@@ -167,9 +164,9 @@ def _evaluate(h, table, bias, targets, weights, *, vocab: int, policy: LogitsPol
 
 
 def score_targets(h, table, bias, targets, vocab: int, softcap: float | None = None) -> tuple[Array, Array]:
-    """Of each target, [batch, time]: its log-likelihood in nats, float32 or wider, and whether argmax takes it.
+    """Log-likelihood of each target [batch, time] in nats, float32 or wider, and whether it is the argmax.
 
-    Arguments as of `cross_entropy`; not differentiable."""
+    Arguments: those of `cross_entropy`; not differentiable."""
     spec, policy = partition_spec("batch", None), LogitsPolicy(softcap=softcap)
     score = manual_region(functools.partial(_score_targets, vocab=vocab, policy=policy), (spec, spec))
     return score(h, table, bias, targets)
@@ -206,8 +203,8 @@ def cross_entropy(
 
 
 def _forward(h, table, bias, targets, weights, vocab, policy):
-    """Arguments: with whether each has a gradient."""
-    over_batch = {"unreduced": ("batch",)}  # where the addends of what follows lie
+    """Arguments: CustomVJPPrimals, which know whether they are differentiated."""
+    over_batch = {"unreduced": ("batch",)}
     specs = (
         partition_spec("batch", SEQUENCE, None),
         partition_spec("vocab", None, **over_batch),
@@ -225,7 +222,7 @@ def _forward(h, table, bias, targets, weights, vocab, policy):
 def _loss_and_gradients(
     operands, targets, weights, *, vocab: int, policy: LogitsPolicy, differentiated: tuple[bool, ...]
 ):
-    """Loss, and the gradients of h, table and bias, the operands, for a loss gradient of 1; None for those that are not
+    """Loss, and the gradients of the operands h, table and bias for a loss gradient of 1; None for those that are not
     differentiated."""
     (h, table, bias), (of_h, of_table, of_bias) = operands, differentiated
 

@@ -1,4 +1,4 @@
-"""A matrix of weights, and the product with it."""
+"""A matrix of weights, and the matmul with it."""
 
 import dataclasses
 import functools
@@ -16,14 +16,13 @@ Columns = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix [width, other] as products use it: a pytree of the arrays that are stored for it, and one method that
-    multiplies.
+    """The matrix [width, other] of a linear: a pytree of its stored arrays, and a method that multiplies.
 
-    Each of the arrays is a parameter by itself, which the plan shards, pads, gathers and saves by the names of its
-    dimensions.  Here there is one, of which `columns` selects some.  A quantized matrix, or one with low-rank terms, is
-    another such type; products in parts take `entries` alone.  Backward may save the input and the stored arrays
-    themselves, the same objects, which with_gathered_weights drops by identity and gathers again; what is computed from
-    them it would save."""
+    Each array is a parameter of its own, which the plan shards, pads, gathers and saves by its dimension names.  Here
+    there is one, of which `columns` selects some.  Quantized matrices and those with low-rank terms are other such
+    types; a collective matmul takes `entries` alone.  Backward may save the input and the stored arrays themselves:
+    with_gathered_weights drops those same objects by identity and gathers again; anything computed from them it would
+    save."""
 
     stored: jax.Array
     columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
@@ -43,16 +42,16 @@ class Matrix:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dense(x: jax.Array, w: jax.Array, transpose: bool = False, columns: Columns | None = None) -> jax.Array:
-    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  columns: those of w
-    that are multiplied; None for all.
+    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  columns: selects
+    some of w's; None for all.
 
-    All products with the matrices of blocks and heads go through here, except those with the token table."""
+    All matmuls of blocks and heads go through here, except those with the token table."""
     w = w if columns is None else columns(w)
     return contract(x, w, (x.ndim - 1,), (int(transpose),))
 
 
 def _dense_forward(x, w, transpose, columns):
-    """x and w: with whether each has a gradient.  Where the matrix has none, x is not saved."""
+    """x, w: CustomVJPPrimals.  If the matrix is not differentiated, x is not saved."""
     saved = x.value if w.perturbed else TypeOf(jax.typeof(x.value))
     y = dense(x.value, w.value, transpose, columns)
     return y, (saved, w.value)  # w itself: with_gathered_weights drops it by identity

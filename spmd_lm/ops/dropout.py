@@ -33,8 +33,8 @@ def _uint32(x) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DropoutKey:
-    """What a dropout mask depends on besides its site and coordinates.  seed, step, layer: integer scalars.
-    sample_ids: [batch], the index of each row within the global batch."""
+    """Inputs of a dropout mask besides its site and coordinates.  seed, step, layer: integer scalars.  sample_ids:
+    [batch], the index of each row within the global batch."""
 
     seed: Array
     step: Array

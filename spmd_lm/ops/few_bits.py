@@ -1,8 +1,8 @@
-"""Matrices in few bits that training leaves as they are (QLoRA, arXiv:2305.14314): codes and scales, decoded where a
-product needs the matrix.
+"""Quantized matrices, which are frozen (QLoRA, arXiv:2305.14314): codes and scales, decoded where a matmul needs the
+matrix.
 
-Codes are those of bitsandbytes.  Of a matrix [width, other] blocks lie along its inputs: `width`, or `other` where
-products use it transposed.  Leading dimensions are of stacks."""
+Codes are those of bitsandbytes.  Blocks of a matrix [width, other] lie along its inputs: `width`, or `other` where it
+is multiplied transposed.  Leading dimensions are those of stacks."""
 
 import dataclasses
 import functools
@@ -48,14 +48,14 @@ def dynamic_codebook() -> np.ndarray:
 
 
 def _nearest(x: Array, codebook: np.ndarray) -> Array:
-    """The index of the nearest value, uint8; of two as near the lower one.  A sum of comparisons: no loop."""
+    """Index of the nearest value, uint8, or of the lower one of two.  A sum of comparisons: no loop."""
     borders = ((codebook[1:].astype(np.float64) + codebook[:-1]) / 2).astype(np.float32)
     return sum((x > border).astype(jnp.uint8) for border in borders)
 
 
 def _look_up(codes: Array, codebook: np.ndarray) -> Array:
     """codebook[codes] of few values: by selections where a gather of single numbers is slow, as on a TPU.  A GPU's
-    compiler makes several kernels of them, and gathers in one."""
+    compiler splits selections into several kernels, and gathers in one."""
     return lax.platform_dependent(
         codes, cuda=functools.partial(_gather, codebook), default=functools.partial(_select, codebook)
     )
@@ -90,8 +90,7 @@ def _join(x: Array, dim: int) -> Array:
 
 
 def encode(kind: Coding, w: Array, transposed: bool) -> dict[str, Array]:
-    """The arrays that stand for w [.., width, other], by name: codes, absmax and, for nf4-double, nested_absmax and
-    offset."""
+    """Quantizes w [.., width, other] to arrays by name: codes, absmax and, for nf4-double, nested_absmax and offset."""
     w, dim = w.astype(jnp.float32), w.ndim - (1 if transposed else 2)
     if kind == "int8":
         absmax = jnp.abs(w).max(dim)
@@ -121,7 +120,7 @@ def _encode_scales(absmax: Array, transposed: bool) -> dict[str, Array]:
 
 def _mean(x: Array) -> Array:
     """The mean over the last dimension of x, 0 or more, float32: the same bits whatever the order of the sum.  To 2^-18
-    of the largest: sums of integers, whose digits of 6 bits are added up apart."""
+    of the largest: sums of integers, whose 6-bit digits are summed separately."""
     most = x.max(-1)
     scaled = jnp.round(x * (_inverse(most) * 2**18)[..., None]).astype(jnp.int32)
     digits = scaled >> 12, scaled >> 6 & 63, scaled & 63
@@ -132,9 +131,9 @@ def _mean(x: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CodedMatrix:
-    """A matrix as products use it, of the arrays that `encode` makes, on one device the shards of one layer.
+    """A quantized matrix, of the arrays that `encode` makes; on one device the shards of one layer.
 
-    name: of the dimension that is not width.  transposed: whether products use it so."""
+    name: of the dimension that is not width.  transposed: whether it is multiplied transposed."""
 
     stored: dict[str, Array]
     kind: Coding = dataclasses.field(metadata={"static": True})
@@ -173,13 +172,13 @@ class CodedMatrix:
         return _gather(dynamic_codebook(), absmax) * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
-        """The product, as Matrix.multiply has it."""
+        """See Matrix.multiply."""
         return _product(self, x, transpose)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(matrix: CodedMatrix, x: Array, transpose: bool) -> Array:
-    """The product, as dense has it.  Nothing is saved but what is stored: backward decodes again."""
+    """See dense.  Only the stored arrays are saved: backward decodes again."""
     return contract(x, matrix.entries.astype(x.dtype), (x.ndim - 1,), (int(transpose),))
 
 

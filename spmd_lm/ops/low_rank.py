@@ -36,11 +36,11 @@ class InputDropout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRankSum:
-    """matrix [width, other] + scaling x a x b, as products use it.  a: of inputs, [width, rank].  b: of outputs, [rank,
-    other].  transposed: for a matrix that products use transposed: a [rank, other], b [width, rank].
+    """matrix [width, other] + scaling x a x b.  a: of inputs, [width, rank].  b: of outputs, [rank, other].
+    transposed: the matrix is multiplied transposed: a [rank, other], b [width, rank].
 
-    The factor with the dimension `other` is sharded as the matrix is.  Products add no collective: what the other
-    factor makes is a sum over this device's shards, which is added to the matrix's own."""
+    The factor with the dimension `other` is sharded as the matrix is.  This adds no collective: the low-rank product is
+    a partial sum over this device's shards, and added to the matrix's own."""
 
     matrix: Matrix | CodedMatrix
     a: jax.Array
@@ -61,8 +61,7 @@ class LowRankSum:
         return dataclasses.replace(self, matrix=self.matrix.select(columns), columns=columns)
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """The product, as Matrix.multiply has it.  ConfigError for a matrix of one's own that does not say that it is
-        used transposed."""
+        """See Matrix.multiply.  ConfigError where a user's module multiplies otherwise than row_parallel says."""
         if transpose != self.transposed:
             how = "transposed" if transpose else "as it is"
             raise ConfigError(

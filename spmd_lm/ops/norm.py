@@ -1,5 +1,5 @@
-"""Layer norm and RMS norm, with a backward that is written out: of one that jax derives, a GPU would write float32
-arrays of the stream's size to memory and read them again (docs/performance.md).
+"""Layer norm and RMS norm with their own backward: in jax's, a GPU would write float32 arrays of the stream's size to
+memory and read them again (docs/performance.md).
 
 x is [..., width], the statistics of its rows [..., 1], float32 or wider."""
 
@@ -65,7 +65,7 @@ def _moments_in_two_passes(h: Array) -> tuple[Array, Array]:
 
 
 def _moments_in_one_pass(h: Array) -> tuple[Array, Array]:
-    """Both by one reduction, which merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU reads h once;
+    """One reduction for both, which merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU reads h once;
     a CPU takes six times as long as for two passes."""
     zero = jnp.zeros((), h.dtype)
     sets = jnp.ones_like(h), h, jnp.zeros_like(h)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv:2104.09864), of all features of a head or of its first ones, and their scalings to
+"""Rotary position embeddings (arXiv:2104.09864) of all features of a head, or its first ones, and their scalings to
 rows longer than those of pretraining.
 
 A scaling is a ratio for each frequency and a factor of the cosines and sines.  The formulas are those of transformers
@@ -29,7 +29,7 @@ class Rotary:
         return int(head_width * self.fraction)
 
     def ratios(self, head_width: int) -> np.ndarray | None:
-        """What the scaling multiplies each frequency by, float64 [rotated / 2]; None without one."""
+        """Factors of the scaling for each frequency, float64 [rotated / 2]; None without one."""
         if self.scaling is None:
             return None
         return RATIOS[self.scaling.kind](self, self.rotated(head_width))
@@ -44,7 +44,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: scores by its square."""
+        """Factor of cosines and sines; scores are multiplied by its square."""
         s = self.scaling
         if s is None or s.kind != "yarn":
             return 1.0
@@ -56,7 +56,7 @@ class Rotary:
 
     def apply(self, x: Array, positions: Array) -> Array:
         """Rotates x [B, T, H, K]: of the R features that are rotated, feature i with feature i + R/2, by position x
-        frequency i, so that products of queries and keys depend on their distance.  positions: int32 [B, T].
+        frequency i, so that dot products of queries and keys depend on their distance.  positions: int32 [B, T].
 
         Angles are float32 or wider: bfloat16 cannot tell position 257 from 256."""
         if (rotated := self.rotated(x.shape[-1])) < x.shape[-1]:
@@ -87,7 +87,7 @@ def _yarn(rotary: Rotary, rotated: int) -> np.ndarray:
     s = rotary.scaling
 
     def pair_with(rotations: float) -> float:
-        """The pair of features that makes so many rotations over the original context; a fraction between two."""
+        """Index, with a fraction, of the pair of features that rotates this often over the original context."""
         return rotated * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
     low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)
@@ -111,4 +111,4 @@ RATIOS: dict[str, Callable[[Rotary, int], np.ndarray]] = {
     "yarn": _yarn,
     "llama3": _llama3,
 }
-"""By kind of scaling: ratios of `rotated` features' frequencies, float64 [rotated / 2]."""
+"""Ratios of the frequencies of `rotated` features, float64 [rotated / 2], by kind of scaling."""

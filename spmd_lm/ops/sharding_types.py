@@ -1,10 +1,10 @@
 """The functions of ops/collectives.py where arrays are global and their types say how they are sharded.
 
-On a mesh of Explicit axes a model writes no collective.  It states how a result is laid out, and XLA inserts what leads
-there.  A type says two more things than a PartitionSpec's dimensions do.  A value is *unreduced* over an axis where
-each device along it holds one addend of it; and *reduced* where all hold the same value and its gradient is unreduced.
-Megatron's f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.  What a layout
-does not allow without another collective is an error of jax's when the model is traced."""
+On a mesh of Explicit axes a model writes no collective.  It states how a result is laid out, and XLA inserts the
+collectives.  A type says two more things than the dimensions of its PartitionSpec.  A value is *unreduced* over an axis
+where it is a partial sum on each device along it; and *reduced* where all hold the same value and its gradient is
+unreduced.  Megatron's f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.
+Where an operation would need a further collective, jax raises an error when the model is traced."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Specs = Any
 
 
 def is_explicit() -> bool:
-    """Whether what is traced runs on global arrays: on a mesh of Explicit axes, outside of shard_map."""
+    """True while tracing on global arrays: on a mesh of Explicit axes, outside of shard_map."""
     return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
@@ -37,13 +37,13 @@ def partitions(x: Array) -> tuple:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TypeOf:
-    """What backward keeps of an array of which it needs the type alone; a tree without leaves."""
+    """The type of an array whose values backward does not need; a pytree without leaves."""
 
     type: Any
 
 
 def gradient_spec(x: Array | TypeOf) -> P:
-    """How the gradient of x is laid out: unreduced where x is reduced, and the other way round."""
+    """PartitionSpec of the gradient of x: unreduced where x is reduced, and vice versa."""
     return (x.type if isinstance(x, TypeOf) else jax.typeof(x)).to_ct_aval().sharding.spec
 
 
@@ -71,10 +71,10 @@ def rules_of_mesh() -> AxisRules:
 
 
 def checked(tree: Any, names: Any, advice: str) -> Any:
-    """A tree of arrays, without axes of one device in their types.
+    """The tree of arrays, without axes of one device in their types.
 
-    Raises LayoutError as `rules_of_mesh`, and for leaves that are unreduced, or not sharded as the rules shard their
-    dimension names."""
+    Raises LayoutError where `rules_of_mesh` does, and for leaves that are unreduced, or not sharded as the rules shard
+    their dimension names."""
     rules, problems = rules_of_mesh(), []
 
     def checked_leaf(path: tuple, dim_names: DimNames, x: Array) -> Array:
@@ -178,7 +178,7 @@ def join_heads(x: Array) -> Array:
 
 
 def spec_with_last(x: Array, axes: tuple[str, ...]) -> P:
-    """How x is laid out once these axes shard its last dimension."""
+    """PartitionSpec of x once these axes shard its last dimension."""
     spec = jax.typeof(x).sharding.spec
     return P(*spec.partitions[:-1], axes, reduced=set(spec.reduced) - set(axes))
 

@@ -1,4 +1,4 @@
-"""A scan whose outputs are written into arrays that a GPU allocates, and does not fill.
+"""A scan whose outputs are written into arrays that a GPU allocates, but does not fill.
 
 lax.scan writes its outputs into zeros.  XLA makes one array of zeros for all outputs of a shape, and copies it for each
 of them whenever the loop begins: a ninth of what a step of GPT-2 124M under ZeRO-3 moves through a GPU's memory."""

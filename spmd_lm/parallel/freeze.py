@@ -1,4 +1,4 @@
-"""Which parameters training leaves as they are: shell patterns over their names."""
+"""Frozen parameters: shell patterns over their names."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.trees import Tree
 
 MAX_UNMATCHED = 3
-"""Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""
+"""Unmatched patterns that get a sentence: looking for the nearest of 60,000 names takes a second."""
 
 
 def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree, trainable: Collection[str] | None = None) -> Tree:
-    """Whether training leaves each parameter as it is, bool; for a stack, bool [layers].
+    """Mask of the frozen parameters, bool; for a stack, bool [layers].
 
     patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
     blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  trainable:

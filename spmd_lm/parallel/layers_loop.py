@@ -20,9 +20,9 @@ matrices may be a list of them: see `unstack_matrices`."""
 
 @dataclasses.dataclass(frozen=True)
 class LayersLoop:
-    """How a stack of layers runs.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: how many layers share
-    the weights of the one layer in the stack.  layers_per_remat_block: layers per remat block; only the block's input
-    is saved.  allocated: whether what `vjp` saves in a scan goes into arrays that nothing fills."""
+    """Runs a stack of layers.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: layers that share the
+    weights of the one layer in the stack.  layers_per_remat_block: layers per remat block; only the block's input is
+    saved.  allocated: whether residuals that `vjp` saves in a scan go into arrays that nothing fills."""
 
     scan: bool = True
     layers_per_weight: int = 1
@@ -31,14 +31,14 @@ class LayersLoop:
 
     @property
     def unstacks(self) -> bool:
-        """Whether matrices may come unstacked, so that no microbatch has to take them out of stacks."""
+        """True if matrices may come unstacked, so that no microbatch has to take them out of stacks."""
         return not self.scan and self.layers_per_weight == self.layers_per_remat_block == 1
 
     def run(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first_layer: the index of the
-        first layer, or of its period, among all of the model's."""
+        """x through all layers, and the sum of their losses.  first_layer: index of the first layer, or of its period,
+        among all of the model's."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
         if self.layers_per_remat_block > 1:
@@ -54,12 +54,13 @@ class LayersLoop:
     def vjp(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses, Callable]:
-        """As `run`, and accumulate_grads(d_y, grads, offset, overwrite) -> (grads, d_x), for the first stack.
+        """Returns what `run` does, and accumulate_grads(d_y, grads, offset, overwrite) -> (grads, d_x), for the first
+        stack.
 
         accumulate_grads runs backward: from d_y, the gradient of the result (each loss has gradient 1), it returns d_x.
-        As each layer's gradients are computed it adds them to `grads`, whose layer `offset` is the first of these, so
-        that they never all exist beside it. overwrite: if true, overwrite instead.  Layers share no weights here:
-        layout_checks refuses it in pipelines."""
+        It adds each layer's gradients to `grads`, from layer `offset` on, as they are computed, so that they never all
+        exist beside it.  overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it
+        in pipelines."""
         if self.layers_per_remat_block > 1:
             block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
@@ -149,8 +150,8 @@ class LayersLoop:
 
 
 def unstack_matrices(stacks: Tree) -> Tree:
-    """`stacks` with each stack of matrices as a list of them.  Vectors stay stacked: each alone would take kernels of
-    its own to be added up."""
+    """Splits each stack of matrices into a list of them.  Vectors stay stacked: each alone would need its own kernels
+    to be summed."""
     return jax.tree.map(lambda stack: _split(stack) if stack.ndim > 2 else stack, stacks)
 
 
@@ -164,20 +165,20 @@ def _is_unstacked(x: Any) -> bool:
 
 
 def _split(stack: Array) -> list[Array]:
-    """Its layers.  By one split, because the transpose of that is one concatenation."""
+    """Splits a stack into layers, in one operation, whose transpose is one concatenation."""
     return [part[0] for part in lax.split(stack, (1,) * stack.shape[0])]
 
 
 def _stack(matrices: list[Array]) -> Array:
-    """jnp.stack(matrices).  Under sharding types that itself would sum gradients twice: jax 0.10.2 does not say of the
-    parts which it lowers it to that they are unreduced."""
+    """jnp.stack(matrices).  Under sharding types that itself would sum gradients twice: jax 0.10.2 loses that its
+    operands are unreduced."""
     return lax.concatenate([matrix[None] for matrix in matrices], 0)
 
 
 @jax.custom_vjp
 def _gradient_barrier(w: Array) -> Array:
-    """`w`, whose gradient is complete before anything reads it: a TPU's compiler would widen all of it to add it to the
-    sum over microbatches, because a reshape is between (docs/compilers.md)."""
+    """`w`, whose gradient is complete before anything reads it: a TPU's compiler would upcast all of it to add it to
+    the sum over microbatches, because of a reshape in between (docs/compilers.md)."""
     return w
 
 

@@ -1,4 +1,4 @@
-"""From a layout to a mesh: every device used, the model axis innermost, replicas outermost.
+"""Meshes of layouts: every device is used, the model axis is innermost, replicas outermost.
 
 A layout resolves on an abstract mesh, so that plans cost no device; real devices bind last."""
 
@@ -27,7 +27,7 @@ from spmd_lm.errors import LayoutError
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How many devices lie along each mesh axis."""
+    """Number of devices along each mesh axis."""
 
     pipe: int = 1
     replica: int = 1
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def zero_shards(self) -> int:
-        """Of what ZeRO shards."""
+        """Number of shards that ZeRO makes."""
         return devices_along(ZERO_AXES, self.sizes)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: 
 
 
 _AxisSizes = Mapping[str, tuple[int, ...]]
-"""Of each axis of a layout the sizes of the mesh axes that together are it, outermost first."""
+"""Sizes of the mesh axes that together are each axis of a layout, outermost first."""
 
 
 def _axis_sizes(layout: Layout, **split: tuple[int, ...]) -> _AxisSizes:
@@ -95,7 +95,7 @@ def domains_of_model(mesh: Mesh) -> int:
 
 
 def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The same for a group of devices along several axes of the mesh."""
+    """The most such domains that one group of devices along these mesh axes spans."""
     last = range(-len(axes), 0)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], list(last))
     groups = devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
@@ -104,9 +104,9 @@ def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
 
 @functools.cache
 def devices_within_domain(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], domain: int) -> int:
-    """How many devices of a group along these axes share a domain of so many devices, where none need exist.
+    """Number of devices of a group along these axes that share a domain of fast links; none need exist.
 
-    domain: 0 for any number."""
+    domain: devices in each; 0 for any number."""
     within, distance, sizes = 1, 1, mesh.shape
     for axis in reversed(OUTERMOST_FIRST):
         for name in reversed(axes_named(axis, sizes)):
@@ -126,7 +126,7 @@ def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def require_replicas_between(slices: int, layout: Layout) -> None:
-    """Raises LayoutError if something else than replicas is between TPU slices."""
+    """Raises LayoutError if anything but replicas is between TPU slices."""
     if layout.replica % slices:
         raise LayoutError(
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
@@ -135,7 +135,7 @@ def require_replicas_between(slices: int, layout: Layout) -> None:
 
 
 def is_absent(device: Any) -> bool:
-    """Whether this accelerator can be compiled for, not run on."""
+    """True for an accelerator that can be compiled for, but not run on."""
     return device.platform != "cpu" and getattr(device, "local_hardware_id", None) is None
 
 
@@ -166,8 +166,8 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
 
 
 def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
-    """The best first.  `data` is two axes where it is longer than any dimension of the torus.  `model` is two where it
-    is all of a slice: over one axis its reduce-scatter compiles to an all-reduce."""
+    """Candidates, best first.  `data` is two axes where it is longer than any dimension of the torus.  `model` is two
+    where it is all of a slice: over one axis its reduce-scatter compiles to an all-reduce."""
     coords = np.array([d.coords for d in devices])
     torus = {int(n) for n in coords.max(0) - coords.min(0) + 1}
     flat = _axis_sizes(layout)
@@ -178,7 +178,7 @@ def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> l
 
 
 def _pairs(size: int, torus: set[int]) -> list[tuple[int, int]]:
-    """Two rings of together `size` devices, of which the inner one is as long as a dimension of the torus.
+    """Pairs of rings of `size` devices together; the inner one is as long as a dimension of the torus.
 
     A long inner ring leaves little for the outer one to send; some compilers refuse rings of 3, 5, ... devices."""
     pairs = [(size // n, n) for n in torus if 1 < n < size and size % n == 0]

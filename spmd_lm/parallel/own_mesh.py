@@ -1,4 +1,4 @@
-"""Rules, shardings of parameters, and ZeRO-3, on a mesh of one's own: for models in a jax.jit outside of a Plan."""
+"""Rules, shardings of parameters, and ZeRO-3, on a user's own mesh: for models in a jax.jit outside of a Plan."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,14 +18,14 @@ from spmd_lm.parallel.rules import REPLICATED, Table
 from spmd_lm.parallel.trees import Tree
 
 SHARDABLE = ("batch", "sequence", "heads", "mlp", "vocab", "zero")
-"""Names that rules of one's own may shard; `zero` is the width of matrices between their uses."""
+"""Names that a user's rules may shard; `zero` is the width of matrices between their uses."""
 
 
 def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] | None]) -> AxisRules:
-    """Rules of one's own, for a mesh of Explicit axes.  axes: the mesh axes that shard a name of SHARDABLE, outermost
-    first; a name of these that is missing is not sharded.  Raises LayoutError.
+    """A user's rules for a mesh of Explicit axes.  axes: the mesh axes that shard a name of SHARDABLE, outermost first;
+    a missing one is not sharded.  Raises LayoutError.
 
-    Modules of one's own may name other dimensions, of which each is to be given."""
+    A user's modules may name other dimensions, each of which must be given."""
     table = {name: (on,) if isinstance(on, str) else tuple(on or ()) for name, on in axes.items()}
     if problems := [*_mesh_problems(mesh), *_table_problems(mesh, table)]:
         raise LayoutError(*problems)
@@ -90,7 +90,7 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
     """run(params, x, *inputs) = f(params, x, *inputs), where params, of these names, are sharded by the rule `zero`.
 
     Backward scatters their gradients; x has one too, and inputs have none.  regather: backward gathers a second time,
-    and nothing gathered is held until then.  prevent_cse: as of zero.with_gathered_weights."""
+    and nothing gathered is held until then.  prevent_cse: see zero.with_gathered_weights."""
     names = jax.tree.map(sharded_names, names, is_leaf=is_dim_names)
     token_axes = {*nontrivial_axes("batch"), *nontrivial_axes(SEQUENCE)}
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -100,8 +100,8 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
         return nontrivial_axes(ZERO_WIDTH) if ZERO_WIDTH in names else ()
 
     def specs(tree: Tree, names: Tree, what: str) -> Tree:
-        """Of matrices `what`, reduced or unreduced, over axes along which devices have seen other tokens with the same
-        shard; vectors stay as they are."""
+        """PartitionSpecs: of matrices `what`, reduced or unreduced, over axes along which devices have seen other
+        tokens with the same shard; of vectors unchanged."""
 
         def spec(names: DimNames, x: Array) -> P:
             if ZERO_WIDTH not in sharded_names(names):

@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 def remembered(
     method: Callable[Concatenate["Plan", _Arguments], _Result],
 ) -> functools.cached_property[Callable[_Arguments, _Result]]:
-    """A method of which each plan keeps the results: planners ask for the same ones thousands of times."""
+    """Caches a method's results on each plan: planners ask for the same ones thousands of times."""
 
     def remembering(plan: "Plan") -> Callable[_Arguments, _Result]:
         return cast(Callable[_Arguments, _Result], functools.cache(functools.partial(method, plan)))
@@ -70,8 +70,8 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
     shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
-    over `data`.  trained: whether anything of it is; else it has no gradient and no moments.  dtype: between steps.
-    coded: whether it stands for a matrix in few bits, and is used in that dtype."""
+    over `data`.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between steps.
+    coded: whether it is an array of a quantized matrix, which is used in its own dtype."""
 
     path: tuple[str, ...]
     names: DimNames
@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
     coded: bool = False
 
     def is_below(self, path: tuple[str, ...]) -> bool:
-        """Whether it is in this part of the tree: blocks.attention is of all layers, whatever their kinds."""
+        """True in this subtree: blocks.attention is that of all layers, whatever their kinds."""
         return path in (self.path[: len(path)], layer_path(self.path)[1][: len(path)])
 
 
@@ -94,14 +94,14 @@ class Plan:
     sequence: whether the residual stream is sharded along the sequence.  chunks: of layers per pipeline stage; layer l
     lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  partitioner: who inserts the
     collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
-    pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
-    while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
-    before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
+    pipeline stages compute too, and discard the result.  prefetch: keys of the modules of a layer whose weights ZeRO
+    gathers while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the
+    one before it runs.  collective_matmul: keys of the branches of a layer whose linears overlap with their
     collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
-    freeze, trainable: patterns of the parameters that training leaves as they are, and paths of those that it may
-    change; ConfigError where `frozen_mask` refuses one.
-    own_rules: mesh axes of dimension names that parallel/rules.py does not list.  replicated: names of dimensions that
-    this layout cannot divide: `kv_heads`, where there are fewer than devices along `model`."""
+    freeze, trainable: patterns of frozen parameters, and paths of those that training may change; ConfigError where
+    `frozen_mask` refuses one.  own_rules: mesh axes of dimension names that parallel/rules.py does not list.
+    replicated: names of dimensions that this layout cannot divide: `kv_heads`, where there are fewer than devices along
+    `model`."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -166,8 +166,8 @@ class Plan:
 
     @remembered
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
-        """The mesh axes of these names that have more than one device, in the mesh's order.  A name of MESH_AXES is all
-        axes that together are it."""
+        """The given mesh axes that have more than one device, in the mesh's order.  A name of MESH_AXES stands for
+        all axes that together are it."""
         chosen = {axis for name in names for axis in (name, *axes_named(name, self.sizes))}
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in chosen)
 
@@ -175,7 +175,7 @@ class Plan:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All of them, in the order of their tree."""
+        """Parameters in the order of their tree."""
         leaves = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
         parameters = []
         for (keys, names), leaf, frozen in zip(
@@ -197,15 +197,14 @@ class Plan:
 
     @remembered
     def elements_per_device(self, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """Of the parameters below `path`, or of those that are trained; as ZeRO shards them, or gathered over
-        `data`."""
+        """Elements of the parameters below `path`, or of trained ones; as ZeRO shards them, or gathered over `data`."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @remembered
     def bytes_per_device(self, dtype: str | None, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """As `elements_per_device`, of parameters in this dtype, but for those in few bits; None: as between steps."""
+        """Bytes of `elements_per_device` in this dtype, except those of quantized matrices; None: as between steps."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum(
@@ -216,17 +215,16 @@ class Plan:
 
     @remembered
     def trains(self, *path: str) -> bool:
-        """Whether anything below `path` is trained."""
+        """True if anything below `path` is trained."""
         return any(each.is_below(path) for each in self.trained_parameters)
 
     def reads_input(self, *path: str) -> bool:
-        """Whether backward reads what the matrix at `path` is multiplied with: for its gradient, or for its
-        adapter's."""
+        """True if backward reads the input of the matrix at `path`: for its gradient, or for its adapter's."""
         return self.trains(*path) or self.trains(*path[:-1], path[-1] + SUFFIX)
 
     @functools.cached_property
     def trains_below_head(self) -> bool:
-        """Whether backward goes on below the head."""
+        """True if backward continues below the head."""
         return self.trains("embedding") or self.trains("blocks")
 
     @functools.cached_property
@@ -246,11 +244,11 @@ class Plan:
         return below(self.names, self.frozen)
 
     def trained(self, tree: Tree) -> Tree:
-        """The leaves, of a tree like the parameters, of those that are trained."""
+        """The leaves of trained parameters, of a tree like the parameters."""
         return subset_of(tree, self._trained_names)
 
     def with_frozen(self, dtype: str) -> "Plan":
-        """The plan in which parameters that are not trained have this dtype between steps; not those in few bits."""
+        """The plan with frozen parameters in this dtype between steps, except for quantized ones."""
 
         def retyped(path: tuple, frozen: np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return leaf.update(dtype=jnp.dtype(dtype)) if frozen.all() and path[-1].key not in CODED else leaf
@@ -264,13 +262,13 @@ class Plan:
 
     @functools.cached_property
     def axes_of_gradients(self) -> tuple[tuple[str, ...], ...]:
-        """Each set of mesh axes over which a gradient is sharded, once reduced, without axes of one device."""
+        """Distinct sets of mesh axes over which reduced gradients are sharded, without axes of one device."""
         return tuple(sorted({self.axes_over(each.sharded_names) for each in self.trained_parameters}))
 
     @functools.cached_property
     def summed_gradients(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Elements on one device of each gradient that `psum_gradients` sums, shards of scattered ones included, by the
-        axes that they are summed over."""
+        """Elements on one device of each gradient that `psum_gradients` sums, including shards of scattered ones, by
+        the axes over which they are summed."""
         axes_of = {each.path: self.grad_reduce_axes(each.sharded_names) for each in self.trained_parameters}
         return {
             axes: tuple(each.elements for each in self.trained_parameters if axes_of[each.path] == axes)
@@ -309,7 +307,7 @@ class Plan:
 
     @functools.cached_property
     def _shards(self) -> dict[str | None, int]:
-        """By the name of a dimension."""
+        """Number of shards by dimension name."""
         sizes, table = self.sizes, self.param_rules.table
         return {None: 1} | {name: math.prod(sizes[axis] for axis in axes) for name, axes in table.items()}
 
@@ -320,7 +318,7 @@ class Plan:
 
     @functools.cached_property
     def row_spec(self) -> P:
-        """PartitionSpec of an array [microbatches, rows, ...] of which the rest is not sharded."""
+        """PartitionSpec of an array [microbatches, rows, ...] that is sharded along rows alone."""
         return P(None, self.axis_rules.axes("batch"))
 
     @functools.cached_property
@@ -368,7 +366,7 @@ class Plan:
 
     @functools.cached_property
     def axis_rules(self) -> AxisRules:
-        """Of a model's activations inside the step; parameters have `param_rules`."""
+        """Rules of activations inside the step; parameters have `param_rules`."""
         return self._axis_rules(self.sequence)
 
     def _axis_rules(self, sequence: bool) -> AxisRules:
@@ -426,7 +424,7 @@ class Plan:
     # What follows takes the sharded names of a tree, or of one that has more leaves.
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
-        """Parameters as ZeRO shards them, made whole."""
+        """All-gathers parameters over ZeRO's axes."""
         names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
@@ -438,7 +436,7 @@ class Plan:
         return manual_region(gather, out_specs)(tree)
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
-        """Gradients in `dtype`: those of what ZeRO shards summed onto their shards, those of vectors not summed."""
+        """Reduce-scatters gradients, in `dtype`, of what ZeRO shards; those of vectors are not summed."""
         names, in_order = subset_of(names, grads), self.platform == "cpu"
         scatter = functools.partial(zero.scatter, names=names, axes_of=self.zero_axes, dtype=dtype, in_order=in_order)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
@@ -467,7 +465,7 @@ class Plan:
         return layers * math.prod(self._scattered_shape(parameter.sharded_names, shape))
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:
-        """Parameters whose gradients devices add up for themselves, until `scatter` and `psum_gradients`."""
+        """Parameters whose gradients stay partial sums until `scatter` and `psum_gradients`."""
         return constrain(tree, jax.tree.map(self._weight_spec, subset_of(names, tree), is_leaf=is_dim_names))
 
     def _weight_spec(self, names: DimNames) -> P:
@@ -479,7 +477,7 @@ class Plan:
         return spec.update(unreduced=set(self.grad_reduce_axes(names)))
 
     def _without_trivial_axes(self, spec: P) -> P:
-        """Types do without axes of one device, so that one layout has one type."""
+        """Removes axes of one device, so that one layout has one type."""
         return P(*(tuple(axis for axis in axes_of(part) if self.sizes[axis] > 1) for part in spec))
 
     def gather_layers(self, stack: Tree) -> Tree:
@@ -511,9 +509,9 @@ class Plan:
         """The axes over which a parameter's gradient is still to be summed, after the scatter: all along which devices
         have seen different tokens or layers, without those that shard the parameter.
 
-        The first and the last stage both use what is not a layer.  Where the sequence is sharded, a device along
-        `model` has seen only its shard of it; and it has used what all heads share, and the other factor of a low-rank
-        matrix, for its own shards alone."""
+        Both the first and the last stage use the embedding and the head.  Where the sequence is sharded, a device along
+        `model` has seen only its shard of it; and parameters that heads share, and the unsharded factor of a low-rank
+        matrix, it has used for its own shards alone."""
         seen_in_part = self.sequence or not set(USED_IN_PART).isdisjoint(names)
         partial_over = self.nontrivial_axes(PIPE, *TOKEN_AXES, *((MODEL,) if seen_in_part else ()))
         return tuple(axis for axis in partial_over if axis not in self.axes_over(names))

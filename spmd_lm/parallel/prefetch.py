@@ -1,9 +1,9 @@
 """A stack of layers under ZeRO-3, each of which gathers weights for the next one while it runs.
 
-A layer that gathers its own weights waits for those that it uses first.  Here these arrive with the layer before it,
-forward and backward, and the others while the first ones compute.  Backward computes the gradients of the first ones
-last, and scatters them while the next layer runs.  Only a part of the weights is sent ahead, because a loop copies what
-it carries from layer to layer.  The loops begin and end outside of them, so that nothing is sent that is not used."""
+A layer that gathers its own weights waits for those that it uses first.  Here these are prefetched while the layer
+before it runs, forward and backward, and the rest is gathered while the prefetched ones compute.  Backward computes
+their gradients last, and scatters them while the next layer runs.  Only some weights are prefetched, because a loop
+copies what it carries from layer to layer.  The first and last layers are peeled: no gather is wasted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from spmd_lm.parallel.trees import Tree, drop_residuals, merge, tree_add
 from spmd_lm.period import BlockFn
 
 Write = Callable[[Tree, Tree, Array | int], Tree]
-"""write(stack, layer, i): the stack, with a layer's gradients put into its entry i, or added to it."""
+"""write(stack, layer, i): the stack with a layer's gradients in its entry i, or added to it."""
 
 
 class LayerParts(NamedTuple):
-    """A layer, or a stack of them, in two: what a layer uses first, and the rest."""
+    """A layer, or a stack of them, in two: what is prefetched, and the rest."""
 
     first: Tree
     rest: Tree
 
 
 class Saved(NamedTuple):
-    """What `drop_residuals` leaves for backward: of all layers but the last one, stacked; and of the last one."""
+    """Residuals for backward, of `drop_residuals`: of all layers but the last one, stacked; and of the last one."""
 
     layers: tuple[Tree, Callable]
     last: tuple[Tree, Callable]
@@ -39,10 +39,10 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchedLayers:
-    """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from parts of a layer's shards to weights.
-    scatter: from the gradients of such parts to those of the shards.  trained: from a layer's weights to those that
-    have gradients.  first: keys of the parts of a layer, a dict, that it uses first.  allocated: whether what is saved
-    goes into arrays that nothing fills.  Stacks have at least two layers."""
+    """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from some of a layer's shards to weights.
+    scatter: from gradients of such weights to those of the shards.  trained: from a layer's weights to those that have
+    gradients.  first: keys of the modules of a layer, a dict, that are prefetched.  allocated: whether residuals go
+    into arrays that nothing fills.  Stacks have at least two layers."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
@@ -52,7 +52,7 @@ class PrefetchedLayers:
     allocated: bool = False
 
     def differentiable(self) -> Callable[..., tuple[Array, Losses]]:
-        """run(grad_sinks, shards, x, microbatch, first_layer): as a loop over with_gathered_weights(block, ...)."""
+        """run(grad_sinks, shards, x, microbatch, first_layer): like a loop over with_gathered_weights(block, ...)."""
 
         @jax.custom_vjp
         def run(grad_sinks, shards, x, microbatch, first_layer):
@@ -72,7 +72,7 @@ class PrefetchedLayers:
         return run
 
     def vjp(self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int) -> tuple[Array, Losses, Callable]:
-        """As LayersLoop.vjp, but for its `overwrite`."""
+        """See LayersLoop.vjp; there is no `overwrite`."""
         (y, losses), saved = self.forward(shards, x, microbatch, first_layer)
         assert saved
 
@@ -87,8 +87,7 @@ class PrefetchedLayers:
     def forward(
         self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int, *, save: bool = True
     ) -> tuple[tuple[Array, Losses], Saved | None]:
-        """(x through all layers, the sum of their losses), and what `backward` needs, or None if nothing is
-        to be saved."""
+        """(x through all layers, the sum of their losses), and residuals for `backward`; None without `save`."""
         stacks, last = self._split(shards), _layers(shards) - 1
 
         def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
@@ -130,7 +129,7 @@ class PrefetchedLayers:
             return self.gather(_at(stacks.first, i))
 
         def layer(d_x: Array, first: Tree, i: Array | int, vjp: Callable) -> tuple[LayerParts, Array]:
-            """Gradients: unsharded of what the layer uses first, scattered of the rest; and that of its input."""
+            """Gradients: unsharded of what is prefetched, scattered of the rest; and that of the input."""
             d_weights, d_x = vjp(first | self.gather(_at(stacks.rest, i)))((d_x, d_losses))
             d = self._split(d_weights)
             return d._replace(rest=self.scatter(d.rest)), d_x

@@ -1,6 +1,6 @@
 """The rule tables: which mesh axes shard each named dimension, of activations and of the state kept between steps.
 
-Each kind of parallelism is a few rows.  A table lists every name; a name that is not listed is an error, not a whole
+Each kind of parallelism is a few rows.  A table lists every name; another name is an error, not an unsharded
 dimension."""
 
 import dataclasses
@@ -12,7 +12,7 @@ from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZER
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
-"""From the name of a dimension to mesh axes, outermost first."""
+"""Mesh axes by dimension name, outermost first."""
 
 PARAMETER_NAMES = (
     "layers",
@@ -43,7 +43,7 @@ saved activations are sharded too; what is saved as shards is gathered once more
 
 USED_IN_PART = ("kv_heads", "head_width", "rank")
 """Names of parameters that a device uses for its own shards alone, even where it holds all of them: those that heads
-share, and the factor of a low-rank matrix that is not sharded."""
+share, and the unsharded factor of a low-rank matrix."""
 
 ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES)
 """ZeRO (arXiv:1910.02054): the names that `sharded_names` gives to one dimension of every matrix."""
@@ -66,26 +66,26 @@ class Rules:
         return P(*(self.axes(name) or None for name in names))
 
     def with_own(self, rules: Iterable[tuple[str, tuple[str, ...]]]) -> "Rules":
-        """With rows for names of a user's own.  LayoutError for a name that has one here."""
+        """Adds rows for a user's own names.  LayoutError for a name that has one already."""
         if taken := [name for name, axes in rules if name in self.table and self.table[name] != axes]:
             raise LayoutError(f"the dimension '{taken[0]}' has a rule of its own here. Choose another name.")
         return Rules({**self.table, **dict(rules)})
 
     def replicating(self, names: Iterable[str]) -> "Rules":
-        """The same table, in which every device has these dimensions whole."""
+        """Replicates these dimensions on every device."""
         return Rules({**self.table, **dict.fromkeys(names, ())})
 
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
-        """The same table on a mesh where several axes together may be `data`, or `model`."""
+        """Adapts the table to a mesh where several axes together may be `data`, or `model`."""
         return Rules(
             {name: tuple(a for axis in on for a in axes_named(axis, mesh_axes)) for name, on in self.table.items()}
         )
 
 
 PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})
-"""Of parameters, gradients and optimizer state between steps."""
+"""Rules of parameters, gradients and optimizer state between steps."""
 
 
 def activation_rules(sequence_parallel: bool) -> Rules:
-    """Of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
+    """Rules of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
     return Rules({**REPLICATED, **TENSOR, "batch": BATCH_AXES, **(SEQUENCE_PARALLEL if sequence_parallel else {})})

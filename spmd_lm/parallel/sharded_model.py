@@ -27,7 +27,7 @@ class ModelFns:
 
     embed(params, microbatch) -> x.
     blocks: for each layer of a period block(layer_params, x, microbatch, index of the period) -> (x, losses).
-    last_blocks: the same of a last period that is cut short, for use outside of a loop.
+    last_blocks: for a truncated last period, outside of a loop.
     head(params, x, microbatch) -> losses by name, in training each already divided by the total loss weight of the
     global batch: they and gradients are summed over microbatches and TOKEN_AXES, never averaged;
     LanguageModel.eval_sums in evaluation.
@@ -46,7 +46,7 @@ class ModelFns:
 
 
 class Parts(NamedTuple):
-    """A tree of parameters in two: the stack of blocks, and the rest: embedding and head."""
+    """A tree of parameters in two: the stack of blocks, and the rest, embedding and head."""
 
     blocks: Tree
     rest: Tree
@@ -61,18 +61,17 @@ def join_params(parts: Parts) -> Tree:
 
 
 def _unstacked(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
-    """`weights` with the matrices of unrolled layers unstacked.  Else a GPU would, for every microbatch, copy each out
-    of its stack, and add the stack's gradient in a pass of its own, not in the product.  Stages of a pipeline index
-    stacks."""
+    """Unstacks the matrices of unrolled layers.  Else a GPU would, for every microbatch, copy each out of its stack,
+    and add the stack's gradient in a pass of its own, not in the matmul.  Stages of a pipeline index stacks."""
     unstacks = fns.loop.unstacks and plan.layout.pipe == 1
     return weights._replace(blocks=unstack_matrices(weights.blocks)) if unstacks else weights
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """grad_argument: the argument that is differentiated, without what is frozen: the gathered weights; or, where
-    backward scatters, the `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as
-    `gathered`).  gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  The last is
+    """grad_argument: the differentiated argument, without frozen weights: the gathered weights; or, where backward
+    scatters, the `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).
+    gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  scatters_in_backward:
     ZeroPolicy's."""
 
     fns: ModelFns
@@ -112,7 +111,7 @@ class ShardedModel:
         return dataclasses.replace(self, grad_argument=grad_argument)
 
     def chunk(self, first: Array, layers: int) -> Self:
-        """The same model with `layers` layers alone, from the one at `first` on."""
+        """Restricts the model to `layers` layers from `first` on."""
 
         def slice_blocks(parts: Parts) -> Parts:
             chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), parts.blocks)
@@ -127,17 +126,17 @@ class ShardedModel:
         return self.gather(self.shards.blocks, self.sharded_names.blocks) if blocks is None else blocks
 
     def with_gathered_blocks(self) -> Self:
-        """The same model with its layers gathered; their gradients are scattered as before."""
+        """Gathers the layers of the model; their gradients are scattered as before."""
         return dataclasses.replace(self, gathered=self.gathered._replace(blocks=self.gather_blocks()))
 
     def with_unsharded_gradients(self, blocks: Tree) -> Self:
-        """The same model with these gathered layers, whose gradients the caller scatters."""
+        """Replaces the layers by these gathered ones, whose gradients the caller scatters."""
         gathered = self.gathered._replace(blocks=blocks)
         grad_argument = self.grad_argument._replace(blocks=self.trained_blocks(blocks))
         return dataclasses.replace(self, grad_argument=grad_argument, gathered=gathered, scatters_in_backward=False)
 
     def trained_blocks(self, blocks: Tree) -> Tree:
-        """What is trained of a tree like the stack of blocks, or like one of them."""
+        """The trained leaves of a tree like the stack of blocks, or like one of them."""
         return subset_of(blocks, self.grad_argument.blocks)
 
     def embed(self, microbatch: Tree) -> Array:
@@ -148,8 +147,7 @@ class ShardedModel:
 
     @property
     def layers(self) -> Callable[..., tuple[Array, Losses]]:
-        """layers(x, microbatch, first_layer): x through all layers, and the sum of their losses.  first_layer: the
-        index of the first one, or of its period."""
+        """layers(x, microbatch, first_layer): see LayersLoop.run."""
         period, stacks = self.fns.period, self._stacks()
         full = tuple(map(period.full, stacks))
         if self.plan.prefetch:
@@ -169,7 +167,7 @@ class ShardedModel:
 
     @property
     def vjp_layers(self) -> Callable[..., tuple[Array, Losses, Callable]]:
-        """As `layers`, and LayersLoop.vjp's accumulate_grads for grad_argument.blocks."""
+        """LayersLoop.vjp of `layers`, whose accumulate_grads is for grad_argument.blocks."""
         if self.plan.prefetch:
             return functools.partial(self._prefetched_layers().vjp, self.shards.blocks)
         return functools.partial(self.fns.loop.vjp, self._block(), self._stacks())
@@ -178,7 +176,7 @@ class ShardedModel:
         return self._run_embedding_or_head(self.fns.head, self.fns.head_params, x, microbatch)
 
     def forward(self, microbatch: Tree) -> Losses:
-        """All losses of one microbatch, where one stage has all layers."""
+        """Losses of one microbatch, where one stage has all layers."""
         x, losses = self.layers(self.embed(microbatch), microbatch, 0)
         return sum_by_name(losses, self.head(x, microbatch))
 
@@ -198,7 +196,7 @@ class ShardedModel:
 
     @property
     def layer_names(self) -> Tree:
-        """Of one layer's shards."""
+        """Dimension names of one layer's shards."""
         return jax.tree.map(lambda names: names[1:], self.sharded_names.blocks, is_leaf=is_dim_names)
 
     def gather(self, shards: Tree, names: Tree) -> Tree:
@@ -210,14 +208,15 @@ class ShardedModel:
         return self.plan.scatter(grads, names, self.reduce_dtype)
 
     def _stacks(self) -> Stacks:
-        """The stacks of which `_block` takes one entry each, a layer or a period; the first one is differentiated."""
+        """Stacks from which `_block` takes one entry each, a layer or a period; the first one is differentiated."""
         if self.scatters_in_backward:
             return self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks
         trained, frozen = self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks)
         return (trained, frozen) if jax.tree.leaves(frozen) else (trained,)
 
     def _block(self, *, cut_short: bool = False) -> BlockFn:
-        """A layer, or the layers of a period, each of which gathers its own weights.  cut_short: of the last one."""
+        """A layer, or the layers of a period, each of which gathers its own weights.  cut_short: those of the last
+        one."""
         fns, in_loop = self.fns, self.fns.loop.scan and not cut_short
 
         def with_weights(block: BlockFn, names: Tree) -> BlockFn:
@@ -231,7 +230,7 @@ class ShardedModel:
         return period.in_order(tuple(map(with_weights, blocks, period.trees(self.layer_names))))
 
     def _run_embedding_or_head(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
-        """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
+        """f(params, x, microbatch) with the parameters that `select` takes from the embedding's and the head's."""
         if not self.scatters_in_backward:
             return f(select(merge(self.gathered.rest, self.grad_argument.rest)), x, microbatch)
         names, below = select(self.sharded_names.rest), self.plan.trains_below_head
@@ -251,11 +250,11 @@ class ShardedModel:
         return PrefetchedLayers(block, gather, scatter, self.trained_blocks, first, allocated)
 
     def _scatter_to_sinks(self, grads: Tree, names: Tree) -> Tree:
-        """As `scatter`, in the dtype of the `grad_sinks`."""
+        """Scatters gradients in the dtype of the `grad_sinks`."""
         return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
     def reduce_gradients(self, grads: Parts) -> Tree:
-        """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""
+        """Completes the sums of gradients of `grad_argument`, sharded as the parameters are."""
         grads, names = join_params(grads._replace(blocks=stack_matrices(grads.blocks))), self.plan.sharded_names
         scatters = self.plan.zero.stage and not self.scatters_in_backward
         reduced = self.scatter(grads, names) if scatters else cast(grads, self.reduce_dtype)

@@ -1,4 +1,4 @@
-"""Trees of arrays: casts, sums, and the residuals of a VJP, which is a tree as well."""
+"""Trees of arrays: casts, sums, subsets, and the residuals of a VJP, which is a pytree too."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
 
 
 def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:
-    """A tree like `like` of the leaves that `leaves` has by path; it may have others."""
+    """A tree like `like`, of `leaves` by path, which may have others too."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
 
 
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
-    """The tree in this dtype, but for what stands for matrices in few bits."""
+    """Casts a tree to this dtype, except for the arrays of quantized matrices."""
 
     def cast_leaf(path: tuple, x: Array) -> Array:
         return x if path and getattr(path[-1], "key", None) in CODED else x.astype(dtype)
@@ -46,7 +46,7 @@ def subset_of(tree: Tree, like: Tree) -> Tree:
 
 
 def exclude(tree: Tree, subset: Tree) -> Tree:
-    """The leaves of `tree`, nested dicts, that `subset`, which has some of its entries, lacks."""
+    """The leaves of `tree`, nested dicts, that are not in `subset`, which has some of its entries."""
     return {
         key: exclude(value, subset.get(key, {})) if isinstance(value, dict) else value
         for key, value in tree.items()

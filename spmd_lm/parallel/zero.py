@@ -24,7 +24,7 @@ AxesOf = Callable[[DimNames], tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPolicy:
-    """How often a step gathers weights over `data` and scatters their gradients.
+    """Frequencies at which a step gathers weights over `data` and scatters their gradients.
 
         stage   gather   scatter  of layers
         0       never    never    nothing is sharded; gradients are all-reduced once per step
@@ -42,7 +42,7 @@ class ZeroPolicy:
 
     @classmethod
     def of_stage(cls, stage: int, *, reduce_once: bool = False, layers: int = 2, breadth_first: bool = False) -> Self:
-        """reduce_once: gather and scatter once per step, whatever the stage.  layers: how many have weights of their
+        """reduce_once: gather and scatter once per step, whatever the stage.  layers: number with weights of their
         own.  breadth_first: whether a pipeline runs this schedule."""
         if stage == 0:
             return cls()
@@ -54,12 +54,12 @@ class ZeroPolicy:
 
     @property
     def gathers_on_use(self) -> bool:
-        """Whether layers are gathered each time that they, or their chunk, run; otherwise once, and all are held."""
+        """True if layers are gathered each time that they, or their chunk, run; otherwise once, and all are held."""
         return self.gather_per in ("chunk", "layer")
 
     @property
     def scatters_in_backward(self) -> bool:
-        """Whether gradients are scattered as backward computes them; otherwise once, at the end of the step."""
+        """True if gradients are scattered as backward computes them; otherwise once, at the end of the step."""
         return self.scatter_per in ("chunk", "layer")
 
 
@@ -72,7 +72,7 @@ GATHERED = {sharded: name for name, sharded in ZERO_DIMS.items()}
 
 
 def zero_dim(names: DimNames) -> int | None:
-    """The dimension that ZeRO shards, of an array of these sharded names; None where there is none."""
+    """The dimension that ZeRO shards, of an array with these sharded names, or None."""
     return next((dim for dim, name in enumerate(names) if name in GATHERED), None)
 
 
@@ -80,11 +80,12 @@ def zero_dim(names: DimNames) -> int | None:
 def gather(
     tree: Tree, names: Tree, axes_of: AxesOf, sizes: Mapping[str, int], *, row_major_stacks: bool = False
 ) -> Tree:
-    """Shards to unsharded leaves, one axis after the other, innermost first.  names: the sharded dimension names of
-    each leaf.  sizes: unpadded, of the sharded dimensions; {} where nothing is padded.
+    """All-gathers shards over one axis after the other, innermost first.  names: the sharded dimension names of each
+    leaf.  sizes: unpadded, of the sharded dimensions; {} where nothing is padded.
 
-    row_major_stacks: those of layers as loops read them.  A GPU gathers with the sharded dimension outermost and copies
-    the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""
+    row_major_stacks: lays stacks of layers out as loops read them.  A GPU gathers with the sharded dimension outermost
+    and copies the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the
+    loop."""
 
     def gather_leaf(names: DimNames, x: Array) -> Array:
         dim = zero_dim(names)
@@ -110,8 +111,8 @@ def scatter(
     *,
     in_order: bool,
 ) -> Tree:
-    """Each device's unsharded gradients to the sum over ZeRO's axes, in `dtype`, of the shard that it owns.
-    padded_shape(names, shape): to what a gradient [width, ...] of this shape is padded before it is sent.
+    """Reduce-scatters unsharded gradients over ZeRO's axes, in `dtype`, onto the shard that each device owns.
+    padded_shape(names, shape): the shape to which a gradient [width, ...] is padded before it is sent.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
@@ -153,7 +154,7 @@ def scatter(
 
 
 def _after(first: Array | None, x: Array) -> Array:
-    """`x`, with a dependence on `first` that no compiler removes: it is not a number where an element of that is not.
+    """`x`, with a dependence on `first` that no compiler removes: it is NaN where an element of that is not finite.
 
     Nothing else orders a collective and a loop with others over the same devices, and on a CPU they then take each
     other's places: XLA aborts in its rendezvous (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
@@ -164,7 +165,7 @@ def _map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array
     """lax.map(f, stacks), where each result fits into its argument.
 
     lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
-    of the step.  So they are written into a part of each stack."""
+    of the step.  So they are written into a slice of each stack."""
     results = jax.eval_shape(f, [stack[0] for stack in stacks])
     layers = stacks[0].shape[0]
     parts = [
@@ -191,13 +192,13 @@ def with_gathered_weights(
     """run(grad_sinks, shards, gathered, x, *extra) = f(weights, x, *extra).
 
     The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
-    weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the
-    weights' gradient.  A custom_vjp must return it as that of some argument: `grad_sinks`, zeros of the shards' shapes
-    in `scatter`'s dtype, which are never read, for those weights that are trained.  `shards` and `gathered` have none.
-    differentiate_x: whether x has one: run's own differentiation does not tell what of x anybody uses.
-    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
-    does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
-    backward goes on, so that no unsharded gradient is held meanwhile."""
+    weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the weights'
+    gradients.  A custom_vjp must return these as gradients of some argument: `grad_sinks`, zeros with the shapes of the
+    trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered` have no gradients.
+    differentiate_x: whether x has: jax does not tell a custom_vjp which gradients of x are used.  prevent_cse: keep XLA
+    from merging the second gather with the first, which would hold the weights in between.  It does not merge across
+    the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before backward continues, so
+    that no unsharded gradient is held meanwhile."""
 
     @jax.custom_vjp
     def run(grad_sinks, shards, gathered, x, *extra):

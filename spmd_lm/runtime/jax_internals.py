@@ -8,8 +8,8 @@ from jax._src.clusters import ClusterEnv
 from jax.interpreters import mlir
 
 global_state: Any = distributed.global_state
-"""This process in its job: the coordinator's key-value store, which public jax has only for arrays on devices, and the
-preemption service, which it starts when the process joins, or never."""
+"""The process in its job: the coordinator's key-value store, which public jax has only for arrays on devices, and the
+preemption service, which public jax starts when the process joins, or never."""
 
 cluster_types: Any = ClusterEnv._cluster_types
 """Launchers and clouds, each with the number of this process, which public jax tells only after it has joined."""

@@ -1,7 +1,7 @@
 """Steps that change nothing but their number: those whose loss or gradients are not finite, those that train.guard
 excludes and, if it watches for them, spikes of the loss.
 
-The parameters and the optimizer, its count included, stay as they are, bit for bit; the data goes on, and so does a
+The parameters and the optimizer, its count included, stay as they are, bit for bit; the data advances, and so does a
 dynamic loss scale.  A step whose gradients overflow under such a scale is skipped in the same way, but its skip_reason
 stays 0: step/loss_scale.py counts it.
 
@@ -22,7 +22,7 @@ from spmd_lm.step.optimizer import Optimizer, global_norm, trained_gradients
 from spmd_lm.step.state import TrainState
 
 SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
-"""By the metric skip_reason of a step; the first is that of a step that was not skipped."""
+"""Reasons, by the metric skip_reason; the first is that of a step that was not skipped."""
 
 NON_FINITE, LOSS_SPIKE, EXCLUDED = 1, 2, 3
 
@@ -36,7 +36,7 @@ class LossWindow:
     """The losses of the last steps that were not skipped, replicated; saved with the state."""
 
     losses: Any  # float32 [WINDOW], the newest last
-    count: Any  # int32: so many of the last ones are losses
+    count: Any  # int32: number of entries, the last ones, that are losses
 
     def known(self) -> jax.Array:
         """The losses, NaN where there were none yet: what is saved must be finite."""
@@ -47,12 +47,12 @@ class LossWindow:
 
 
 def init_loss_window(guard: Guard) -> LossWindow | None:
-    """Before the first step; None for a run that does not watch for spikes."""
+    """The window before the first step; None for a run that does not watch for spikes."""
     return LossWindow(jnp.zeros(WINDOW, jnp.float32), jnp.int32(0)) if guard.spikes else None
 
 
 def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
-    """bool; False while there are fewer than FEWEST losses to compare with."""
+    """True for a spike; False while there are fewer than FEWEST losses to compare with."""
     losses = window.known()
     median = jnp.nanmedian(losses)
     deviation = MAD_TO_SIGMA * jnp.nanmedian(jnp.abs(losses - median))

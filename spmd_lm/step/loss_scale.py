@@ -37,14 +37,14 @@ class LossScale:
 
 
 def init_loss_scale(p: Precision) -> LossScale | None:
-    """Before the first step, on the host; None for a run without loss scaling."""
+    """The scale before the first step, on the host; None for a run without loss scaling."""
     if p.loss_scale == "none":
         return None
     return LossScale(np.float32(p.initial_scale), np.int32(0), np.int32(p.hysteresis), np.int32(0))
 
 
 def next_loss_scale(p: Precision, s: LossScale, finite: jax.Array) -> LossScale:
-    """After a step.  finite: bool, whether all its gradients were."""
+    """The scale after a step.  finite: bool, whether all its gradients were."""
     growth, hysteresis = s.growth_tracker + 1, s.hysteresis_tracker - 1
     full = growth == p.scale_window
     doubled = jnp.where(full, jnp.minimum(2 * s.scale, LARGEST), s.scale)
@@ -61,9 +61,9 @@ def unscale(tree: Tree, s: LossScale | None) -> Tree:
 
 @jax.named_scope("scalars")
 def all_finite(plan: Plan, grads: Tree) -> jax.Array:
-    """Inside `plan.partition`: whether every entry of every device's gradients is finite, the same bool everywhere.
+    """True on all devices if every entry of all their gradients is finite; for use inside `plan.partition`.
 
-    Not whether their norm is: squares overflow float32 where numbers do not."""
+    Their norm may still not be: squares overflow float32 where numbers do not."""
     local = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
     axes = plan.nontrivial_axes(*MESH_AXES)
     return psum_axes((~local).astype(jnp.int32), axes) == 0
@@ -75,7 +75,7 @@ def unscale_gradients(
     """(gradients without the scale, the next scale, metrics), inside `plan.partition`; without a scale nothing changes.
 
     grads: of a scaled loss, reduced over data.  Metrics: loss_scale, float32, of this step; skipped, bool, whether the
-    gradients are not finite; skipped_steps, int32, how many were so far, this one included."""
+    gradients are not finite; skipped_steps, int32, the number so far, this one included."""
     if (s := state.loss_scale) is None:
         return grads, None, {}
     grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, plan.trained(state.params)), s)

@@ -23,7 +23,7 @@ from spmd_lm.step.state import TrainState
 
 
 def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
-    """What the learning rate of every step follows from, by key of `optim`; equal where the schedules are."""
+    """Settings that determine the learning rate of every step, by key of `optim`; equal where the schedules are."""
     keys = {"lr": optim.lr, "warmup": optim.warmup, "decay": optim.decay}
     if optim.decay == "constant":
         return keys
@@ -52,12 +52,12 @@ def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax
 
 
 def _sqrt_decay(optim: OptimizerConfig, decay_steps: int, step: jax.Array) -> jax.Array:
-    """From lr to min_lr as 1 - sqrt (arXiv:2405.18392, section 4)."""
+    """Decays from lr to min_lr as 1 - sqrt (arXiv:2405.18392, section 4)."""
     return optim.lr - (optim.lr - optim.min_lr) * jnp.sqrt(jnp.clip(step / decay_steps, 0, 1))
 
 
 def decay_mask(names: Tree) -> Tree:
-    """Whether weight decay applies to a leaf: to matrices and tables, but to no biases and norms."""
+    """Mask of weight decay: true for matrices and tables, false for biases and norms."""
     return jax.tree.map(lambda n: len([d for d in n if d != "layers"]) > 1, names, is_leaf=is_dim_names)
 
 
@@ -87,8 +87,8 @@ class Optimizer:
         object.__setattr__(self, "rule", _rule(self.config))
 
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":
-        """What an update needs to know of all leaves.  norm: of the gradients.  is_applied: bool, whether the update
-        changes anything but the step's number."""
+        """Scalars of an update.  norm: of the gradients.  is_applied: bool, whether the update changes anything but the
+        step's number."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
         lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(wide)), wide)
@@ -100,7 +100,7 @@ class Optimizer:
     def update(self, plan: Plan, scalars: "UpdateScalars", params: Tree, opt_state: Any, grads: Tree) -> tuple:
         """(params, opt_state) one step later, of any of the trained parameters, inside `plan.partition`.
 
-        Elementwise: nothing of a leaf depends on another one.  opt_state: optax's, of these parameters.  grads: as of
+        Elementwise: leaves are independent.  opt_state: optax's, of these parameters.  grads: of
         `trained_gradients`."""
         if (shrink := scalars.shrink) is not None:
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
@@ -121,8 +121,8 @@ class Optimizer:
 
 
 class UpdateScalars(NamedTuple):
-    """What all leaves of an update share.  lr: the learning rate.  shrink: what gradients are multiplied by, to clip
-    their norm; None where nothing clips.  is_applied: bool, whether parameters and moments change."""
+    """Scalars that all leaves of an update share.  lr: the learning rate.  shrink: factor of gradients that clips their
+    norm; None where nothing clips.  is_applied: bool, whether parameters and moments change."""
 
     lr: jax.Array
     shrink: jax.Array | None

@@ -1,8 +1,8 @@
-"""Modules of one's own under tensor parallelism, compared with themselves on one device, before they train.
+"""Compares a user's modules under tensor parallelism with themselves on one device, before they train.
 
-A collective that is forgotten, or a replicated parameter between two of them, is no error of jax's: the step would
-compute another run.  So a model of one period runs on one row, sharded over `model` and not: losses and gradients have
-to be the same.  jax.vmap over a named axis stands for the devices, and needs one."""
+Without a collective, or with a replicated parameter between two of them, jax raises no error: the step would compute
+something else.  So a model of one period runs on one row, sharded over `model` and not: losses and gradients must be
+the same.  jax.vmap over a named axis stands for the devices, and needs one."""
 
 import math
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.resolve import abstract_plan, make_model
 
 MOST_PARAMETERS = 2**27
-"""Of a period that is compared: more would take memory, and minutes."""
+"""Limit for a period that is compared: more would take memory, and minutes."""
 
 
 def check_own_modules(config: RunConfig, modules: ModelModules, plan: Plan) -> str:
-    """What was not compared, in a line; '' where all is well.  Raises LayoutError where devices of `model` would
+    """Compares them; returns a line on what was not compared, or ''.  Raises LayoutError where devices of `model` would
     compute something else than one device does."""
     if modules == ModelModules() or plan.layout.model == 1:
         return ""
@@ -81,7 +81,7 @@ def _one_period(config: RunConfig, shards: int) -> RunConfig:
 
 
 def _params(model: LanguageModel) -> Tree:
-    """Random, and larger than those of `init`: of nothing that is computed the effect is small."""
+    """Random parameters, larger than those of `init`: no computation has a small effect."""
     rng = np.random.default_rng(0)
 
     def param(names: DimNames, x: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ def _on_shards(model: LanguageModel, plan: Plan, params: Tree, batch: Batch) -> 
 
 
 def _unless_they_differ(g: jax.Array) -> jax.Array:
-    """The gradient that all shards have, [shards, ...]; no number where they do not agree."""
+    """The gradient that all shards have, of g [shards, ...]; NaN where they do not agree."""
     return jnp.where(jnp.abs(g - g[0]).max() <= 1e-3 * jnp.abs(g).max(), g[0], jnp.nan)
 
 

@@ -50,7 +50,7 @@ def _shardings(tree: Tree) -> Tree:
 class Program:
     """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
 
-    model: a block, a head or a ModelModules of one's own, in place of model.module."""
+    model: a user's block, head or ModelModules, in place of model.module."""
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None):
         devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
@@ -88,7 +88,7 @@ class Program:
         return jax.jit(init, out_shardings=_shardings(wanted))()
 
     def saved_part(self, canonical: TrainState) -> TrainState:
-        """What checkpoints hold of a canonical state, or of one of shapes: of a run with adapters not its base."""
+        """The part of a canonical state, or of its shapes, that checkpoints hold: with adapters, not the base."""
         if self.config.adapter.kind == "none":
             return canonical
         return dataclasses.replace(canonical, params=self.plan.trained(canonical.params))
@@ -129,8 +129,7 @@ class Program:
         return _fit(in_order, self.abstract_canonical())
 
     def from_canonical(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and in stage order.  Of the OPTIONAL_FIELDS a missing one starts anew, and so do
-        missing moments."""
+        """A canonical state, padded and in stage order.  Missing OPTIONAL_FIELDS and moments start anew."""
         new: dict[str, Any] = {
             "loss_scale": init_loss_scale(self.config.precision),
             "loss_window": init_loss_window(self.config.train.guard),
@@ -173,7 +172,7 @@ class Program:
         return _shardings(self.abstract_batch())
 
     def repeated_row(self, tokens: np.ndarray, segments: np.ndarray) -> Batch:
-        """On devices: one microbatch of this row, once for each shard of the batch: [1, shards, time].  Both [time]."""
+        """Places one microbatch on devices, this row once per shard of the batch: [1, shards, time].  Both [time]."""
         rows = {"tokens": tokens, "positions": np.arange(len(tokens), dtype=np.int32), "segments": segments}
         rows["token_type_ids"] = np.zeros_like(tokens)
         used, shape = abstract_batch(self.config), (1, self.plan.layout.batch_shards, len(tokens))
@@ -213,8 +212,7 @@ class Program:
         return jax.jit(step, out_shardings=plan.sharding(P()))
 
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """Inside `plan.shard_map`: (parameters, gather), where gather gathers one layer of their stack, in the compute
-        dtype."""
+        """(parameters, gather) inside `plan.shard_map`; gather is for a layer of their stack, in the compute dtype."""
         fns = model_fns(self.model, lambda params, x, microbatch: {}, scan=True)
         compute = jnp.dtype(self.config.precision.compute)
         return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()

@@ -1,4 +1,4 @@
-"""What a training run carries from step to step."""
+"""State that a training run carries from step to step."""
 
 import dataclasses
 from collections.abc import Callable

@@ -85,8 +85,8 @@ def make_eval_step(
     head: Callable[..., LossDict],
     options: dict[str, Any],
 ) -> Callable:
-    """(params, batch) -> what `head` adds up over the global batch, without dropout: model.eval_sums, or
-    model.target_scores.  options: XLA's."""
+    """(params, batch) -> sums of `head`, which is model.eval_sums or model.target_scores, over the global batch,
+    without dropout.  options: XLA's."""
 
     def eval_step(params: Tree, batch: Batch) -> LossDict:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
@@ -147,9 +147,9 @@ def model_fns(
     scan: bool,
     allocated: bool = False,
 ) -> ModelFns:
-    """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block.  scan: whether
-    layers run in a loop: outside of training always, because it compiles faster, and forward saves nothing.  allocated:
-    see LayersLoop."""
+    """`model` as a step runs it.  head(params, x, microbatch): runs after the last block.  scan: whether layers run in
+    a loop: outside of training always, because it compiles faster, and forward saves nothing.  allocated: see
+    LayersLoop."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
     loop = LayersLoop(scan, layers_per_weight, model.remat.layers_per_remat_block, allocated)
     blocks, last = model.block_fns(), model.last_block_fns()
@@ -177,7 +177,7 @@ def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batc
 
 
 def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
-    """For each loss the weight of the whole global batch, over which it is a mean."""
+    """The weight of the global batch for each loss, which is a mean over it."""
     wide = jnp.promote_types(compute, jnp.float32)
     weights = model.loss_weights(batch)
     totals = plan.psum_batch({name: partial_sum(w.astype(wide)) for name, w in weights.items()})

@@ -1,4 +1,4 @@
-"""Runs a pipeline schedule: one stage's side of it, tick by tick.
+"""Runs one stage's side of a pipeline schedule, tick by tick.
 
 In each tick a stage runs at most one chunk of its layers forward and one backward, usually of different microbatches.
 What backward computed travels during the next tick's forward half, what forward computed during the backward half that
@@ -36,9 +36,9 @@ StageTask = TaskFields[Array]  # of this stage, in one half of one tick: scalars
 
 
 class Carry(NamedTuple):
-    """What a stage carries from tick to tick.  inputs: slots for inputs of chunks, from their arrival until their
+    """State that a stage carries from tick to tick.  inputs: slots for inputs of chunks, from their arrival until their
     backward.  output_grads: slots for gradients of chunks' outputs, from their arrival until their backward.  gradient:
-    a message, sent at the start of the next tick.  losses, grads: the sums so far.
+    sent at the start of the next tick.  losses, grads: the sums so far.
 
     Breadth-first schedules only.  end_activations: for each microbatch, on the last stage the last block's output, then
     its gradient; on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: the gathered
@@ -281,8 +281,8 @@ class Pipeline:
     def run_task(
         self, half: str, task: StageTask, carry: Carry, run: RunTask, idle: TaskResult
     ) -> tuple[Carry, TaskResult]:
-        """Runs a half of a tick.  With prefetch_chunks the last task of a chunk gathers the weights of the next one, in
-        one branch with it: a compiler overlaps nothing across the border of a conditional."""
+        """Runs a half of a tick.  With prefetch_chunks the last task of a chunk gathers the weights of the next one in
+        its own branch: compilers overlap nothing across the border of a conditional."""
         if carry.next_params is None:
             return carry, self.cond_in_place(f"{half}_active", task.active, run, idle)
 
@@ -407,7 +407,7 @@ class Pipeline:
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 
     def slots(self, number: int) -> Array:
-        """For `number` activations; and one more, which is written and never read."""
+        """Slots for `number` activations, and one more, which is written and never read."""
         return jnp.zeros((number + 1, *self.activation_shape.shape), self.activation_shape.dtype)
 
     def write(self, slots: Array, slot: Array, x: Array, predicate: Array | bool = True) -> Array:

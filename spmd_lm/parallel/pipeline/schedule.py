@@ -11,7 +11,7 @@ one program serves all of them.  With p stages, m microbatches and v chunks of l
 
 A task is a chunk of layers on one microbatch.  All stages run their tasks in one order forward, and in one order
 backward, in which the chunks are reversed.  Forward, stage s starts s ticks after stage 0; backward, stage 0 starts s
-ticks after stage s. That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many
+ticks after stage s.  That is all.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many
 inputs a stage holds for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what
 the interpreter reads: for each stage and tick the slots of its buffers, and the predicates of its conditionals."""
 
@@ -28,7 +28,7 @@ IDLE = -1
 
 
 class PipelineTask(NamedTuple):
-    """What one stage runs in one half of a tick: a chunk of its layers, on one microbatch."""
+    """A stage's work in one half of a tick: a chunk of its layers, on one microbatch."""
 
     chunk: int
     microbatch: int
@@ -48,7 +48,7 @@ class Schedule:
 
     @functools.cached_property
     def backward_order(self) -> tuple[PipelineTask, ...]:
-        """As forward, with the chunks from the last to the first."""
+        """The forward order with the chunks reversed."""
         return tuple(PipelineTask(self.chunks - 1 - task.chunk, task.microbatch) for task in self.forward_order)
 
     @property
@@ -60,8 +60,8 @@ class Schedule:
         return {task: i for i, task in enumerate(self.forward_order)}
 
     def ticks_of(self, virtual_stage: int, microbatch: int) -> tuple[int, int]:
-        """When a microbatch runs through a virtual stage forward, and when backward.  Chunk c of stage s is virtual
-        stage c p + s: their number is the order in which a microbatch runs through them."""
+        """(forward, backward) ticks in which a microbatch runs through a virtual stage.  Chunk c of stage s is virtual
+        stage c p + s: microbatches run through them in the order of their numbers."""
         chunk, stage = divmod(virtual_stage, self.stages)
         forward = self._order[PipelineTask(chunk, microbatch)]
         backward = self._order[PipelineTask(self.chunks - 1 - chunk, microbatch)]
@@ -82,7 +82,7 @@ class Schedule:
         """int [ticks, stages]: indices into `backward_order`; IDLE for none."""
         return self._table(self.backward_start + np.arange(self.stages)[::-1])
 
-    # ---- what it costs
+    # ---- costs
 
     def time(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Time of a step.  forward, backward: times of one microbatch through one stage.
@@ -116,7 +116,7 @@ class Schedule:
 
 
 def make_schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """config.layout_checks refuses combinations that do not fit."""
+    """Makes a schedule; config.layout_checks refuses combinations that do not fit."""
     p, m, v = stages, microbatches, chunks
     assert v == 1 or kind in ("interleaved", "breadth_first"), kind
     assert p == 1 or v == 1 or (m % p == 0 if kind == "interleaved" else m >= p), (kind, p, m, v)
@@ -128,8 +128,8 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -
 
 
 def render(s: Schedule, width: int = 112) -> str:
-    """A drawing: stages down, ticks across, forward|backward in each cell; a task is its microbatch and, if there are
-    several, the letter of its chunk.  What does not fit in `width` columns is left out of the middle."""
+    """Draws a schedule: stages down, ticks across, forward|backward in each cell; a task is its microbatch and, if
+    there are several, the letter of its chunk.  Ticks in the middle that do not fit in `width` columns are left out."""
 
     def name(order: tuple[PipelineTask, ...], i: int) -> str:
         first, second = divmod(order[i].chunk, 26)
@@ -157,7 +157,7 @@ def render(s: Schedule, width: int = 112) -> str:
 
 
 class TaskFields(NamedTuple, Generic[A]):
-    """What each stage does in one direction: arrays [ticks, stages]; in the interpreter also scalars, of one tick and
+    """Tasks of each stage in one direction: arrays [ticks, stages]; in the interpreter also scalars, of one tick and
     one stage."""
 
     active: A  # whether there is a task
@@ -190,7 +190,7 @@ PER_TICK = ("active", "receives", "stays_in_chunk", "loads_chunk", "leaves_chunk
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTable:
-    """input_slots, output_grad_slots: how many slots a stage needs of each kind."""
+    """input_slots, output_grad_slots: slots of each kind that a stage needs."""
 
     forward: TaskFields[np.ndarray]
     backward: TaskFields[np.ndarray]
@@ -208,7 +208,7 @@ class ScheduleTable:
 
     @property
     def ticks(self) -> dict[str, int]:
-        """How many ticks the loops with a forward half have, and those with a backward half."""
+        """Number of ticks in loops with a forward half, and in those with a backward half."""
         halves = zip(("forward", "backward"), zip(*self.phases, strict=True), strict=True)
         return {name: sum(len(half.active) for half in phases if half) for name, phases in halves}
 
@@ -253,7 +253,7 @@ def schedule_table(s: Schedule) -> ScheduleTable:
 
 
 def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFields) -> tuple[int, int]:
-    """Fills one stage's columns of both halves; returns how many slots of each kind it needs."""
+    """Fills one stage's columns of both halves; returns the number of slots of each kind that it needs."""
     ticks, inputs, grads = {}, {}, {}
     for task in s.forward_order:
         virtual_stage, microbatch = task.chunk * s.stages + stage, task.microbatch
@@ -289,8 +289,8 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
 
 
 def _assign_slots(intervals: dict[PipelineTask, tuple[int, int]]) -> dict[PipelineTask, int]:
-    """A slot for each task, so that no two tasks need one slot in one tick.  intervals: first and last tick in which
-    each needs it."""
+    """Assigns each task a slot that no other task needs in the same tick.  intervals: first and last tick in which each
+    needs it."""
     busy: list[tuple[int, int]] = []  # heaps: (the tick in which it is free again, slot), and the slots that are free
     free: list[int] = []
     slots: dict[PipelineTask, int] = {}

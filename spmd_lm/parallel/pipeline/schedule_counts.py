@@ -1,5 +1,5 @@
-"""How much a schedule runs, sends and holds, in closed form: what `schedule_table` counts tick by tick, for planners
-that compare thousands of layouts."""
+"""Closed forms of what `schedule_table` counts tick by tick (runs, sends and slots), for planners that compare
+thousands of layouts."""
 
 import functools
 from typing import NamedTuple, Self
@@ -8,7 +8,7 @@ from spmd_lm.parallel.pipeline.schedule import Kind
 
 
 class ScheduleCounts(NamedTuple):
-    """Means over the stages, of one step, but for ticks and slots, which all stages have.
+    """Means over the stages, of one step, except for ticks and slots, which all stages have.
 
     ticks: of the loops with a forward half, and of those with a backward half.  active: tasks in each half.  first,
     last: tasks that begin with the embedding, or end in the head.  received: tasks whose input, or whose output's
@@ -29,14 +29,14 @@ class ScheduleCounts(NamedTuple):
     output_grad_slots: int
 
     def with_idle_stages(self) -> Self:
-        """Where idle stages compute too, and discard the result: whatever a tick may run, it runs."""
+        """Counts where idle stages compute too, and discard the result: every tick runs all that it may."""
         n = self.ticks
         return self._replace(active=n, first=n, last=n, received=2 * n, chunk_loads=2 * n, chunk_ends=n, per_step=1.0)
 
 
 @functools.cache
 def schedule_counts(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -> ScheduleCounts:
-    """Of `make_schedule` with the same arguments."""
+    """Counts of `make_schedule` with the same arguments."""
     p, m, v = stages, microbatches, chunks
     depth_first = kind in ("1f1b", "interleaved")
     return ScheduleCounts(

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other."""
+"""Point-to-point sends between the stages of a pipeline."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from spmd_lm.parallel.plan import Plan
 class StageTransfer:
     """Sends activations and their gradients from stage to stage; with n devices along `model`, each sends 1/n of it.
 
-    Where the sequence is not sharded every device of `model` has the whole activation, and it is enough that each sends
-    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.
-    sends_unsplit: whether each device sends all that it holds."""
+    Where the sequence is not sharded every device of `model` has the whole activation, and a slice from each is enough
+    (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.  sends_unsplit: whether each
+    device sends all that it holds."""
 
     def __init__(self, plan: Plan, activation: jax.ShapeDtypeStruct, wraps: bool):
         (rows, sequence, width), n = activation.shape, plan.layout.model
@@ -33,13 +33,13 @@ class StageTransfer:
         return lax.ppermute(message, PIPE, pairs)
 
     def pack(self, x: Array) -> Array:
-        """This device's part of an activation."""
+        """Slices out this device's share of an activation."""
         if self.sends_unsplit:
             return x
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shards) * self.shape[1], self.shape[1], 1)
 
     @jax.named_scope("messages")
     def unpack(self, message: Array) -> Array:
-        """The activation, of which each device of `model` has received its part."""
+        """All-gathers an activation, of which each device of `model` has received its share."""
         x = lax.all_gather(message, self.shards, axis=1, tiled=True)
         return as_row_major(x)  # that of the slots it is written to
