@@ -87,19 +87,19 @@ CASES = [
 class Variant(NamedTuple):
     options: bool
     prefetch: bool = False
-    in_parts: bool = False
+    collective_matmul: bool = False
 
     @property
     def name(self) -> str:
-        names = {"options": self.options, "prefetch": self.prefetch, "products in parts": self.in_parts}
+        names = {"options": self.options, "prefetch": self.prefetch, "collective matmul": self.collective_matmul}
         return ", ".join(name for name, used in names.items() if used)
 
     def overrides(self) -> list[str]:
-        prefetch, in_parts = ("on" if used else "off" for used in (self.prefetch, self.in_parts))
+        prefetch, collective_matmul = ("on" if used else "off" for used in (self.prefetch, self.collective_matmul))
         return [
             f"run.compiler_options={'auto' if self.options else 'none'}",
             f"parallel.prefetch={prefetch}",
-            f"parallel.collective_matmul={in_parts}",
+            f"parallel.collective_matmul={collective_matmul}",
         ]
 
 
@@ -116,7 +116,7 @@ def variants(layout: str, partitioner: str, target: Topology) -> Iterator[Varian
         yield Variant(options=True)
     yield Variant(options=True, prefetch=True)
     if "model" in LAYOUTS[layout] and partitioner != "types":
-        yield Variant(options=True, prefetch=True, in_parts=True)
+        yield Variant(options=True, prefetch=True, collective_matmul=True)
 
 
 GIB = 2**30

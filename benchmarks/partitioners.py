@@ -200,7 +200,7 @@ def _shares_of_manual(case: Case, degree: int, name: str) -> tuple[float, float]
     for partitioner in ("manual", "types"):
         config = config_of(case | {"microbatches": 1}, partitioner)
         sections = {key: getattr(config, key).model_copy(update=values) for key, values in CHOSEN_BY.items()}
-        # Products in parts are written out alone.
+        # Collective matmul is written out alone.
         parallel = config.parallel.model_copy(update={"model": degree, "collective_matmul": "off"})
         result = spmd_lm.audit(config.model_copy(update=sections | {"parallel": parallel}), name)
         found[partitioner] = result["exposed"]["exposed_seconds"], result["memory"]["peak"]

@@ -62,7 +62,7 @@ def axis_rules() -> AxisRules | None:
     return rules
 
 
-def nontrivial_axes(name: str) -> tuple[str, ...]:
+def active_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a single device needs no collective."""
     rules = axis_rules()
     return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
@@ -71,10 +71,10 @@ def nontrivial_axes(name: str) -> tuple[str, ...]:
 def num_shards(name: str) -> int:
     """Number of shards of the dimension `name`."""
     rules = axis_rules()
-    return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1
+    return math.prod(rules.sizes[a] for a in active_axes(name)) if rules else 1
 
 
 def partition_spec(*names: str | None, unreduced: Sequence[str] = ()) -> P:
     """PartitionSpec of an array with these dimensions.  unreduced: names over whose shards it is a partial sum."""
-    addends = {axis for name in unreduced for axis in nontrivial_axes(name)}
-    return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=addends)
+    addends = {axis for name in unreduced for axis in active_axes(name)}
+    return P(*(active_axes(name) if name else None for name in names), unreduced=addends)

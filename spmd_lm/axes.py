@@ -51,12 +51,12 @@ def axis_of(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def axes_named(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
+def mesh_axes_of(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
     """The mesh axes that together are `axis`: that one, or on a TPU's torus several, such as data0 and data1."""
     return tuple(name for name in mesh_axes if axis_of(name) == axis)
 
 
-def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def as_tuple(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names."""
     return () if partition is None else (partition,) if isinstance(partition, str) else partition
 

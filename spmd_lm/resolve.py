@@ -14,7 +14,7 @@ from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layout_checks import check_devices
-from spmd_lm.config.overlap import branches_in_parts, prefetches
+from spmd_lm.config.overlap import collective_matmul_branches, prefetches
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import tokens_per_device
@@ -60,8 +60,8 @@ def make_model(
     tokens = tokens_per_chunk(config, plan) if plan else None
     logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
     scan = plan.scan if plan else choose_loop(config, platform).scan
-    in_parts = plan.collective_matmul if plan else ()
-    model = LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts, modules)
+    overlaps = plan.collective_matmul if plan else ()
+    model = LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, overlaps, modules)
     if modules.own:
         require_free_names(model)
     return dataclasses.replace(model, adapters=adapters_of(config.adapter, model), base=config.adapter.base)
@@ -89,23 +89,23 @@ def abstract_plan(
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     ahead = layout.zero_shards > 1 and prefetches(config, platform)
-    first_parts = (model.period.keys[:1] or model.first_parts) if ahead and not breadth_first else ()
+    prefetched = (model.period.keys[:1] or model.prefetched) if ahead and not breadth_first else ()
     tokens = tokens_per_device(config, layout)
-    in_parts = () if model.modules.own_block else branches_in_parts(config, platform, kind, tokens)
+    collective_matmul = () if model.modules.own_block else collective_matmul_branches(config, platform, kind, tokens)
     return _abstract_plan(
         model,
         layout,
         platform,
         config.precision.frozen,
         zero=zero,
-        partitioner=choose_partitioner(config, platform, bool(in_parts), model.modules.own).partitioner,
+        partitioner=choose_partitioner(config, platform, bool(collective_matmul), model.modules.own).partitioner,
         sequence=p.sequence,
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,
-        prefetch=first_parts,
+        prefetch=prefetched,
         prefetch_chunks=ahead and breadth_first,
-        collective_matmul=in_parts,
-        scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
+        collective_matmul=collective_matmul,
+        scan=choose_loop(config, platform, prefetch=bool(prefetched), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
         freeze=tuple(config.optim.freeze.split()),
         trainable=trainable_paths(config.adapter, model, config.optim.freeze.split()),

@@ -111,13 +111,13 @@ FIRST = {
 
 EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
-    "rows * wide.itemsize": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
+    "vocab * dtype.itemsize": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "double psum: lax.psum((~local)": "a count, of which it matters only whether it is 0",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
-    "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
+    "optimization_barrier((d_dummies, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier(lax.scan(add_chunk": "memory alone: tests/planning/test_audit.py sees the peak",
     "0 * first[": "an order of collectives, without which XLA aborts in some starts on a CPU, of steps no watcher has",
     "0 * g[": "memory alone: tests/ops/test_embedding.py sees it",

@@ -20,7 +20,7 @@ from spmd_lm.models.layers import ScaledMatrix
 from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import CodedMatrix, Coding
 from spmd_lm.ops.low_rank import LowRankSum
-from spmd_lm.ops.norm import widen
+from spmd_lm.ops.norm import upcast
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
@@ -68,7 +68,7 @@ def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.
 @functools.partial(jax.jit, static_argnums=2)
 def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | Scaling) -> jax.Array:
     """Stacked matrices with their adapters, whose arrays are `stored`."""
-    stack, stored = jax.tree.map(widen, (stack, stored))
+    stack, stored = jax.tree.map(upcast, (stack, stored))
 
     def entries(matrix: jax.Array, stored: dict[str, jax.Array]) -> jax.Array:
         if isinstance(adapter, Scaling):

@@ -1,5 +1,5 @@
-"""The runs that overlap communication with computation: parallel.prefetch gathers weights a layer ahead, and
-parallel.collective_matmul runs matmuls in parts."""
+"""Overlap of communication with computation: weights gathered a layer ahead (parallel.prefetch), and collective matmuls
+(parallel.collective_matmul)."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from spmd_lm.config.suggest import Obstacle, nearest_multiple
 
 
 def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterator[Obstacle]:
-    """Obstacles to gathering a layer, or a chunk of a breadth-first pipeline, during the one before it."""
+    """Obstacles to gathering a layer, or a chunk of a breadth-first pipeline, while the one before it runs."""
     chunks = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
     if parallel.zero < 3:
         yield Obstacle(f"{parallel.zero=}", "only ZeRO-3 gathers layer by layer", "parallel.zero=3")
@@ -42,6 +42,7 @@ def prefetches(config: RunConfig, platform: str) -> bool:
 
 
 def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Iterator[Obstacle]:
+    """Obstacles to collective matmul."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
     if model.module:
@@ -58,27 +59,29 @@ def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapt
         yield Obstacle(f"{model.context=}", f"{parallel.model=} does not divide it", alternative)
 
 
-LEAST_TOKENS = 2048  # per part of a matmul, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)
+LEAST_TOKENS = 2048
+"""Tokens of each matmul, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)."""
 
 
-SHORTER_IN_PARTS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB HBM3e")
-"""jax's kinds of devices on which collective matmuls shorten the step, judged by schedules of compiled steps."""
+COLLECTIVE_MATMUL_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB HBM3e")
+"""Device kinds, as jax calls them, whose steps are shorter with it, by the schedules of compiled steps."""
 
 
 BRANCHES = ("attention", "mlp")
+"""Branches of a layer, by their keys."""
 
 
-def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
-    """The BRANCHES whose matmuls run in parts on this kind of device.  tokens: in a microbatch, on one device.
+def collective_matmul_branches(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
+    """Branches that run collective matmuls on this kind of device.  tokens: of a microbatch, on one device.
 
-    On a TPU, only the MLP's: attention needs its tokens in order, copies parts to order them for 2% more compute, and
-    would shorten an estimated step by less than 1% (docs/log.md, 2026-11-25).
+    On a TPU the MLP alone: attention's take 2% more compute, because it needs its tokens in order and copies shards
+    to put them there, and shorten an estimated step by less than 1% (docs/adr/0021).
 
     `auto` chooses them on H100 and H200, within a host, with the sequence sharded, and outside of pipelines, whose
     schedules were not compared.  Steps are also shorter on v4, and on v5p with options that no hardware has run; they
     are longer on A100, B200 and v5e (docs/performance.md)."""
     p = config.parallel
-    helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model
+    helps = device_kind in COLLECTIVE_MATMUL_DEVICES and tokens >= LEAST_TOKENS * p.model
     helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts
     wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
     if not wanted or any(collective_matmul_obstacles(config.model, p, config.adapter)):

@@ -26,17 +26,17 @@ def table() -> tuple[dict[str, Any], ...]:
     return tuple(yaml.safe_load(files("spmd_lm.config").joinpath(TABLE_FILE).read_text()) or ())
 
 
-def choose_partitioner(config: RunConfig, platform: str, in_parts: bool, own: bool = False) -> PartitionerChoice:
+def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bool = False) -> PartitionerChoice:
     """The partitioner on `platform`, and the reason.
 
-    in_parts: matmuls run in parts beside their collectives.
+    overlaps: linears are collective matmuls.
     own: the model has modules of the user's."""
     p = config.parallel
     if p.partitioner != "auto":
         return PartitionerChoice(p.partitioner, "as configured")
     if p.pipe > 1:
         return PartitionerChoice("manual", "stages of a pipeline run different programs, which types cannot describe")
-    if in_parts:
+    if overlaps:
         return PartitionerChoice("manual", "products run in parts beside their collectives")
     if own:
         return PartitionerChoice("manual", "modules of one's own may do what types cannot describe")

@@ -257,8 +257,8 @@ class Parallel(Section):
     # ZeRO-3 gathers what a layer uses first while the layer before it runs, or the next chunk of a breadth-first
     # pipeline; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"
-    # products of matrices sharded over `model` run in parts, while what others need travels; auto: on H100 and H200,
-    # with the sequence sharded and 2,048 tokens a part or more
+    # linears sharded over `model` multiply shard by shard, while the next shard travels; auto: on H100 and H200, with
+    # the sequence sharded and 2,048 tokens a shard or more
     collective_matmul: Literal["auto", "on", "off"] = "auto"
     model_across_hosts: bool = False  # `model` may span hosts of GPUs or TPU slices, whose network is slower
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch

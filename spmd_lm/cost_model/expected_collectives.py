@@ -105,7 +105,7 @@ def _runs(config: RunConfig, plan: Plan) -> _Runs:
         head=m * counts.per_step if breadth_first else counts.last,
         received=counts.received,
         messages=2 * counts.ticks,
-        chunk_gathers=counts.chunk_loads,
+        chunk_gathers=counts.new_chunks,
         chunk_scatters=counts.chunk_ends,
     )
     if plan.trains_below_head or not breadth_first:
@@ -138,7 +138,7 @@ class _Step:
         layers, period = config.layers_per_chunk, len(config.model.kinds)
         outside = layers % period + period * bool(plan.prefetch)
         self.unrolled = 1.0 if not plan.scan or (plan.prefetch and layers // period == 2) else outside / layers
-        self.model_axes = plan.nontrivial_axes(MODEL)
+        self.model_axes = plan.active_axes(MODEL)
 
     def row(
         self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
@@ -452,13 +452,13 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision, objective = step.plan, step.config.precision, step.config.objective
     losses = 1 + (objective.predicts_tokens and objective.has_sequence_label)
     scalars = [
-        (plan.nontrivial_axes(*TOKEN_AXES), step.wide, 2 * losses, "losses and weights"),
-        (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
+        (plan.active_axes(*TOKEN_AXES), step.wide, 2 * losses, "losses and weights"),
+        (plan.active_axes(PIPE), step.wide, losses, "losses"),
     ]
     norm_dtype = at_least_float32(precision.params)
-    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.axes_of_gradients]
+    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.gradient_axes]
     if precision.loss_scale == "dynamic":
-        scalars.append((plan.nontrivial_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
+        scalars.append((plan.active_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
     for axes, dtype, count, formula in scalars:
         if axes:
             yield step.row(ALL_REDUCE, axes, "scalars", (dtype, 1), count, formula)

@@ -46,7 +46,7 @@ def _messages(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
 def _data_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
     """Gradients once a step.  ZeRO scatters them, and gathers weights: all at once, or with ZeRO-3 each matrix forward
     and again backward, of each microbatch."""
-    devices, axes = plan.layout.batch_shards, plan.nontrivial_axes(*BATCH_AXES)
+    devices, axes = plan.layout.batch_shards, plan.active_axes(*BATCH_AXES)
     if devices == 1:
         return
     sizes = plan.elements_per_device(gathered=True)

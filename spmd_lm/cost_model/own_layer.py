@@ -97,7 +97,7 @@ def _trace_layer(model: LanguageModel, compute: str, batch: Batch, x64: bool) ->
 def sent_by_layer(config: RunConfig, plan: Plan, *, backward: bool) -> Counter[Sent]:
     """How often a layer sends each collective for one row on a device under `plan`, as the block's code has it.
     config: of a model whose layers are all of one kind.  backward: forward and backward, else forward alone."""
-    sizes = tuple((axis, plan.sizes[axis]) for axis in plan.nontrivial_axes(MODEL))
+    sizes = tuple((axis, plan.sizes[axis]) for axis in plan.active_axes(MODEL))
     model, batch = _model(config, config.remat_policy), _microbatch(config, plan.layout.batch_shards)
     key = model, config.precision.compute, batch, sizes, plan.sequence, backward, jax.config.read("jax_enable_x64")
     if key not in _SENT:

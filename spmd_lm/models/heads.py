@@ -26,7 +26,7 @@ from spmd_lm.ops.collectives import (
 )
 from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dropout import DropoutKey
-from spmd_lm.ops.norm import widen
+from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.softcap import softcap
 
 
@@ -65,7 +65,7 @@ class Head(HasMatrices):
         by the matrix `name`.  The row's are those of the first shard: see `from_first_shard`."""
         pooled = jnp.tanh(add_bias(self.matrix("pooler").multiply(first_tokens(h)), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
-        return widen(add_bias(self.matrix(name).multiply(pooled), bias))
+        return upcast(add_bias(self.matrix(name).multiply(pooled), bias))
 
 
 def place_rows(z: jax.Array, sample_ids: jax.Array, rows: int) -> jax.Array:
@@ -243,7 +243,7 @@ class ExtractiveQAHead(LabelHead):
     def logits(self, h, batch):
         """`spans`: [batch, time, 2], -inf at padding."""
         z = add_bias(self.matrix("output").multiply(h), self.output_bias)
-        z = widen(gather_replicated_grad(z))
+        z = upcast(gather_replicated_grad(z))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
 
 

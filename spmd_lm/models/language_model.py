@@ -23,14 +23,14 @@ from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of, require_used
 from spmd_lm.models.heads import Head, nonzero_totals
-from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
+from spmd_lm.models.layers import COLLECTIVE_MATMUL, BlockLinears, Linears, ParamInit
 from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
 from spmd_lm.models.transformer import RESIDUAL, AttentionCore, BlockContext, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
-from spmd_lm.ops.norm import widen
+from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.sharding_types import checked, is_explicit
 from spmd_lm.period import BlockFn, Period, sum_by_name
 
@@ -117,9 +117,9 @@ class LanguageModel:
         return bool(self.c.dropout or self.c.attention_dropout or of_adapters)
 
     @property
-    def first_parts(self) -> tuple[str, ...]:
+    def prefetched(self) -> tuple[str, ...]:
         """The parts of a block, by their keys, whose weights parallel.prefetch gathers a layer ahead."""
-        return self.modules.first_parts or tuple(self.names["blocks"])
+        return self.modules.prefetched or tuple(self.names["blocks"])
 
     @functools.cached_property
     def period(self) -> Period:
@@ -226,21 +226,21 @@ class LanguageModel:
             return functools.partial(run, positions=batch.positions, segment_ids=batch.segments, key=key)
 
         weight = 1.0 if row_weight is None else row_weight
-        context = BlockContext(make_attention, key, self._products(), self._checkpoint, batch, weight)
+        context = BlockContext(make_attention, key, self._linears(), self._checkpoint, batch, weight)
         block = nnx.merge(self._block_graphs[place], params)
         result = block(x, context)
         if self.modules.own_block and self.adapters:
             require_used(block)
         return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 
-    def _products(self) -> BlockProducts:
+    def _linears(self) -> BlockLinears:
         saves_shards = num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer
 
-        def products_of(branch: str) -> BranchProducts:
-            products = PRODUCTS_IN_PARTS if branch in self.collective_matmul else BranchProducts()
-            return products.checkpointed(self._checkpoint) if saves_shards else products
+        def linears_of(branch: str) -> Linears:
+            linears = COLLECTIVE_MATMUL if branch in self.collective_matmul else Linears()
+            return linears.checkpointed(self._checkpoint) if saves_shards else linears
 
-        return BlockProducts(*map(products_of, BlockProducts._fields))
+        return BlockLinears(*map(linears_of, BlockLinears._fields))
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
         """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
@@ -291,8 +291,8 @@ class LanguageModel:
         model_input = ModelInput(batch, key, 1 / batch.tokens.shape[0] if self.modules.own_block else None)
         x = self._embed_gathered(params, model_input)
         x, auxiliary = self._run_layers(params["blocks"], x, model_input, unroll=not self.scan_layers)
-        wide = widen(x).dtype
-        weights = {name: w.astype(wide) for name, w in self.loss_weights(batch).items()}
+        dtype = upcast(x).dtype
+        weights = {name: w.astype(dtype) for name, w in self.loss_weights(batch).items()}
         totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
         weights = {name: w / totals[name] for name, w in weights.items()}
         losses = self._run_gathered(self.losses, self.head_params, params, x, model_input, weights)

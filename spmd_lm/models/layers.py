@@ -25,7 +25,7 @@ from spmd_lm.ops.collectives import (
 from spmd_lm.ops.dense import Columns, Matrix
 from spmd_lm.ops.few_bits import CodedMatrix
 from spmd_lm.ops.low_rank import LowRankSum
-from spmd_lm.ops.norm import layer_norm, widen
+from spmd_lm.ops.norm import layer_norm, upcast
 
 INIT_STD = 0.02  # GPT-2's; divided by sqrt(2 x layers) for the matrices that end a residual branch
 
@@ -71,7 +71,7 @@ def _broadcast_forward(vector, x):
 
 
 def _broadcast_backward(vector, g):
-    total = partial_sum(widen(g), range(g.ndim - 1), gradient_of=vector)
+    total = partial_sum(upcast(g), range(g.ndim - 1), gradient_of=vector)
     return total.astype(vector.dtype), None
 
 
@@ -123,7 +123,7 @@ def row_parallel(h: jax.Array, w: Weights, name: str, *, ordered: bool = True) -
     return reduce_from_region(w.multiply(h, transpose=True), name)
 
 
-class BranchProducts(NamedTuple):
+class Linears(NamedTuple):
     """The two linears of a residual branch with their collectives: column-parallel in, row-parallel out.  Both take
     `ordered`: whether tokens must be in order in between."""
 
@@ -140,18 +140,18 @@ class BranchProducts(NamedTuple):
         return self._replace(column=column)
 
 
-PRODUCTS_IN_PARTS = BranchProducts(
+COLLECTIVE_MATMUL = Linears(
     lambda x, weights, name, *, ordered: all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered),
     lambda h, w, name, *, ordered: matmul_reduce_scatter(h, w.entries, name, ordered),
 )
 """Linears as collective matmuls, which hide their own communication."""
 
 
-class BlockProducts(NamedTuple):
+class BlockLinears(NamedTuple):
     """Linears of the branches of a block, by their keys."""
 
-    attention: BranchProducts = BranchProducts()
-    mlp: BranchProducts = BranchProducts()
+    attention: Linears = Linears()
+    mlp: Linears = Linears()
 
 
 class HasMatrices(nnx.Module):
@@ -210,4 +210,4 @@ class HeadNorm(nnx.Module):
 def _scale_of(norm: Norm | HeadNorm) -> jax.Array:
     """Factor of a norm's result."""
     scale = norm.scale[...]
-    return 1 + widen(scale) if norm.zero_centered else scale
+    return 1 + upcast(scale) if norm.zero_centered else scale

@@ -37,7 +37,7 @@ class ModelModules(NamedTuple):
         return self != ModelModules()
 
     @property
-    def first_parts(self) -> tuple[str, ...]:
+    def prefetched(self) -> tuple[str, ...]:
         """The parts of a block, by their keys, whose weights parallel.prefetch gathers a layer ahead; () for all."""
         return getattr(self.block, "prefetched", ())
 

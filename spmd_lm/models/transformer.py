@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import INIT_STD, BlockLinears, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import LocalKVHeads, residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
@@ -35,13 +35,13 @@ training, through a cache in generation."""
 
 class BlockContext(NamedTuple):
     """A block's arguments besides x, whatever its kind.  make_attention: its attention, from its sizes.  dropout_key:
-    of this layer; None for no dropout.  products: of its branches.  checkpoint: jax.checkpoint, for what backward
+    of this layer; None for no dropout.  linears: of its branches.  checkpoint: jax.checkpoint, for what backward
     always recomputes.  batch: of the tokens that x stands for.  row_weight: weight of a row in an auxiliary loss in
     training, for its mean over the global batch."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
-    products: BlockProducts = BlockProducts()
+    linears: BlockLinears = BlockLinears()
     checkpoint: Callable = jax.checkpoint
     batch: Batch | None = None
     row_weight: jax.Array | float = 1.0
@@ -121,15 +121,15 @@ class Attention(HasMatrices):
 
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        products, attend = context.products.attention, context.make_attention(self.spec)
+        linears, attend = context.linears.attention, context.make_attention(self.spec)
         local = LocalKVHeads(self.head_dim)
         query, key, value = (self.matrix(name, context) for name in ("query", "key", "value"))
         matrices = query, key.select(local), value.select(local)
         kv_biases = (None if bias is None else local(bias) for bias in (self.bias("key"), self.bias("value")))
-        q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.bias("query"), *kv_biases))
+        q, k, v = map(add_bias, linears.column(x, matrices, "heads", ordered=True), (self.bias("query"), *kv_biases))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        y = products.row(attend(q, k, v), self.matrix("out", context), "heads", ordered=True)
+        y = linears.row(attend(q, k, v), self.matrix("out", context), "heads", ordered=True)
         return add_bias(y, self.bias("out"))
 
 
@@ -146,12 +146,12 @@ class MLP(HasMatrices):
 
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        products, checkpoint = context.products.mlp, context.checkpoint
+        linears, checkpoint = context.linears.mlp, context.checkpoint
         names = ("up",) if self.gate is None else ("up", "gate")
         matrices = tuple(self.matrix(name, context) for name in names)
-        hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), map(self.bias, names))
+        hidden = map(add_bias, linears.column(x, matrices, "mlp", ordered=False), map(self.bias, names))
         h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
-        return add_bias(products.row(h, self.matrix("down", context), "mlp", ordered=False), self.bias("down"))
+        return add_bias(linears.row(h, self.matrix("down", context), "mlp", ordered=False), self.bias("down"))
 
 
 class Block(nnx.Module):

@@ -30,8 +30,8 @@ Dropout = Callable[..., Array] | None
 def _softmax_attention(q, k, v, mask, spec: "AttentionSpec", drop: Callable[[Array], Array] | None = None) -> Array:
     """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; drop: of probabilities."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bthk,bshk->bhts", q * spec.scale_of(q), k, preferred_element_type=wide)
+    accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bthk,bshk->bhts", q * spec.scale_of(q), k, preferred_element_type=accum_dtype)
     scores = softcap(scores, spec.softcap)
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.active_rules import nontrivial_axes
+from spmd_lm.active_rules import active_axes
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops.collectives import all_gather, weight_gradient
 from spmd_lm.ops.dense import dense
@@ -36,8 +36,8 @@ def all_gather_matmul(x: Array, weights: tuple[Array, ...], name: str, ordered: 
 
 
 def _all_gather_matmul_forward(x, weights, name, ordered):
-    gathered, products = _gather_and_multiply(x, weights, name, ordered)
-    return products, (gathered, weights)  # the weights themselves: see ops.dense
+    gathered, outputs = _gather_and_multiply(x, weights, name, ordered)
+    return outputs, (gathered, weights)  # the weights themselves: see ops.dense
 
 
 def _all_gather_matmul_backward(name, ordered, saved, grads):
@@ -73,38 +73,38 @@ matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scat
 def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered: bool) -> tuple[Array, list[Array]]:
     """All-gathers x [batch, sequence, width] along the sequence; returns it, and it times each of `weights`."""
     w = _side_by_side(weights, 1)
-    if nontrivial_axes(SEQUENCE):
-        axes = _axes_of(name)
+    if active_axes(SEQUENCE):
+        axes = _ring_axes(name)
         shards = _shards_from(x, axes)
-        products = [dense(rows, _unmerged(w, k)) for k, rows in enumerate(shards)]
-        gathered, product = (_put_together(parts, axes, ordered) for parts in (shards, products))
+        outputs = [dense(rows, _unmerged(w, k)) for k, rows in enumerate(shards)]
+        gathered, output = (_concatenate(each, axes, ordered) for each in (shards, outputs))
     else:
-        gathered, product = x, dense(x, w)
+        gathered, output = x, dense(x, w)
     ends = list(itertools.accumulate(w.shape[1] for w in weights))
-    return gathered, jnp.split(product, ends[:-1], -1)
+    return gathered, jnp.split(output, ends[:-1], -1)
 
 
 def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool) -> Array:
     """The sum of factors [batch, time, other] times weights [width, other] transposed, over the pairs and over the
     shards of `name`: the residual stream [batch, sequence, width]."""
-    axes, factor, w = _axes_of(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
+    axes, factor, w = _ring_axes(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
     n = lax.axis_size(axes)
-    part, rest = divmod(factor.shape[TIME], n)
+    size, rest = divmod(factor.shape[TIME], n)
     assert not rest, (factor.shape, n)
-    first = lax.axis_index(axes) if ordered or not nontrivial_axes(SEQUENCE) else 0
+    first = lax.axis_index(axes) if ordered or not active_axes(SEQUENCE) else 0
 
     def addend(k: int) -> Array:
-        rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * part, part, TIME)
+        rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * size, size, TIME)
         return dense(rows, _unmerged(w, k), True)
 
     total = _sum_over(addend, axes)
-    return total if nontrivial_axes(SEQUENCE) else all_gather(total, name, TIME)
+    return total if active_axes(SEQUENCE) else all_gather(total, name, TIME)
 
 
-def _axes_of(name: str) -> tuple[str, ...]:
+def _ring_axes(name: str) -> tuple[str, ...]:
     """The mesh axes that shard `name`, and the sequence if it is sharded."""
-    axes = nontrivial_axes(name)
-    assert nontrivial_axes(SEQUENCE) in ((), axes), (name, axes)
+    axes = active_axes(name)
+    assert active_axes(SEQUENCE) in ((), axes), (name, axes)
     return axes
 
 
@@ -137,7 +137,7 @@ def _shards_from(x: Array, axes: tuple[str, ...]) -> list[Array]:
     return shards
 
 
-def _put_together(shards: list[Array], axes: tuple[str, ...], ordered: bool) -> Array:
+def _concatenate(shards: list[Array], axes: tuple[str, ...], ordered: bool) -> Array:
     """Concatenates such shards along the sequence."""
     gathered = jnp.concatenate(shards, TIME)
     return jnp.roll(gathered, lax.axis_index(axes) * shards[0].shape[TIME], TIME) if ordered else gathered

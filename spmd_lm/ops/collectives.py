@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from spmd_lm.active_rules import nontrivial_axes, num_shards
+from spmd_lm.active_rules import active_axes, num_shards
 from spmd_lm.axes import SEQUENCE, TIME
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops import sharding_types
@@ -43,7 +43,7 @@ def shard_index(name: str) -> Array:
     """Index of this device's shard of the dimension `name`, int32.  LayoutError where arrays are global."""
     if sharding_types.is_explicit():
         raise LayoutError(f"a shard of '{name}' is of one device: use parallel.partitioner=manual, or global_indices.")
-    return lax.axis_index(axes).astype(jnp.int32) if (axes := nontrivial_axes(name)) else jnp.zeros((), jnp.int32)
+    return lax.axis_index(axes).astype(jnp.int32) if (axes := active_axes(name)) else jnp.zeros((), jnp.int32)
 
 
 @typed_as(sharding_types.global_indices)
@@ -55,14 +55,14 @@ def global_indices(name: str, local_size: int) -> Array:
 def row_positions(size: int, name: str = TIME, part: slice = slice(None)) -> Array:
     """Positions in their rows of this device's `size` tokens, or of a part of them, int32.  name: of their dimension,
     which in the residual stream is `sequence`."""
-    if nontrivial_axes(name) or part == slice(None):
+    if active_axes(name) or part == slice(None):
         return global_indices(name, size)[part]
     return jnp.arange(*part.indices(size)[:2], dtype=jnp.int32)  # no slice of an array
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:
     """Slices out this device's shard of x along `dim`, a dimension called `name` that every device holds whole."""
-    if not nontrivial_axes(name):
+    if not active_axes(name):
         return x
     size = x.shape[dim] // num_shards(name)
     return lax.dynamic_slice_in_dim(x, shard_index(name) * size, size, dim)
@@ -81,7 +81,7 @@ class LocalKVHeads:
         """Selects from w [..., key/value heads x width], which every device holds."""
         if num_shards("heads") == num_shards("kv_heads"):
             return w
-        typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
+        typed = sharding_types.spec_with_last(w, active_axes("heads")) if sharding_types.is_explicit() else None
         return manual_region(self._slice, typed)(w)
 
     def _slice(self, w: Array) -> Array:
@@ -92,18 +92,18 @@ class LocalKVHeads:
 
 def psum(x: Any, name: str) -> Any:
     """The sum of `x` over the shards of `name`."""
-    return lax.psum(x, axes) if (axes := nontrivial_axes(name)) else x
+    return lax.psum(x, axes) if (axes := active_axes(name)) else x
 
 
 def pmax(x: Array, name: str) -> Array:
     """The maximum of `x` over the shards of `name`."""
-    return lax.pmax(x, axes) if (axes := nontrivial_axes(name)) else x
+    return lax.pmax(x, axes) if (axes := active_axes(name)) else x
 
 
 @typed_as(sharding_types.all_gather)
 def all_gather(x: Array, name: str, dim: int) -> Array:
     """x with all shards of the dimension `dim`, called `name`."""
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if (axes := nontrivial_axes(name)) else x
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if (axes := active_axes(name)) else x
 
 
 def gather_sequence(x: Array) -> Array:
@@ -184,9 +184,9 @@ def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> b
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:
     """Sums x [batch, whole sequence, width] over the shards of `name`: a reduce-scatter onto this device's shard of the
     sequence where that is sharded, otherwise an all-reduce."""
-    if not (axes := nontrivial_axes(SEQUENCE)):
+    if not (axes := active_axes(SEQUENCE)):
         return psum(x, name)
-    assert axes == nontrivial_axes(name), (name, axes)
+    assert axes == active_axes(name), (name, axes)
     return reduce_scatter(x, axes, 1)
 
 

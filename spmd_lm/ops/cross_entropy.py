@@ -59,7 +59,7 @@ def chunks(tokens: int, row_bytes: int, each: int | None = None) -> tuple[int, i
     return number, -(-tokens // number)
 
 
-def _wide(x: Array) -> jnp.dtype:
+def _logits_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -74,10 +74,11 @@ def _forward_chunk(
     x: Array, targets: Array, table: Array, bias: Array | None, vocab: int, policy: LogitsPolicy = DEFAULT
 ) -> ForwardChunk:
     """x: inputs [N, W]; targets: [N]."""
-    rows, wide = table.shape[0], _wide(x)
-    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=x.dtype if policy.compute else wide).astype(wide)
+    rows, dtype = table.shape[0], _logits_dtype(x)
+    matmul_dtype = x.dtype if policy.compute else dtype
+    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=matmul_dtype).astype(dtype)
     if bias is not None:
-        logits = logits + bias.astype(wide)
+        logits = logits + bias.astype(dtype)
     logits = softcap(logits, policy.softcap)
     if vocab < rows * num_shards("vocab"):
         logits = jnp.where(global_indices("vocab", rows) < vocab, logits, -jnp.inf)
@@ -130,15 +131,15 @@ def _in_chunks(h: Array, targets: Array, weights: Array, vocab: int, each: int |
     """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0.
 
     vocab: rows of the table.  each: tokens of a chunk."""
-    tokens, wide = math.prod(h.shape[:2]), _wide(h)
-    number, size = chunks(tokens, vocab * wide.itemsize, each)
+    tokens, dtype = math.prod(h.shape[:2]), _logits_dtype(h)
+    number, size = chunks(tokens, vocab * dtype.itemsize, each)
 
     def split(a: Array) -> Array:
         flat = a.reshape(tokens, *a.shape[2:])
         padding = [(0, number * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
         return jnp.pad(flat, padding).reshape(number, size, *a.shape[2:])
 
-    return split(h), split(targets), split(weights.astype(wide))
+    return split(h), split(targets), split(weights.astype(dtype))
 
 
 def evaluate_cross_entropy(
@@ -160,7 +161,7 @@ def _evaluate(h, table, bias, targets, weights, *, vocab: int, policy: LogitsPol
 
     h = gather_sequence(h)
     parts = _in_chunks(h, targets, weights, table.shape[0])
-    return lax.scan(add_chunk, (jnp.zeros((), _wide(h)),) * 2, parts)[0]
+    return lax.scan(add_chunk, (jnp.zeros((), _logits_dtype(h)),) * 2, parts)[0]
 
 
 def score_targets(h, table, bias, targets, vocab: int, softcap: float | None = None) -> tuple[Array, Array]:
@@ -226,8 +227,8 @@ def _loss_and_gradients(
     differentiated."""
     (h, table, bias), (of_h, of_table, of_bias) = operands, differentiated
 
-    def accumulator(x: Array) -> Array:
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, policy.accum_dtype))
+    def accumulator(x: Array, has_gradient: bool) -> Array | None:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, policy.accum_dtype)) if has_gradient else None
 
     def add_chunk(total, part):
         (loss, d_table, d_bias), (x, targets, weights) = total, part
@@ -246,7 +247,7 @@ def _loss_and_gradients(
     h = gather_sequence(h)
     batch, time, width = h.shape
     parts = _in_chunks(h, targets, weights, table.shape[0], policy.tokens)
-    start = jnp.zeros((), _wide(h)), accumulator(table) if of_table else None, accumulator(bias) if of_bias else None
+    start = jnp.zeros((), _logits_dtype(h)), accumulator(table, of_table), accumulator(bias, of_bias)
     # XLA unrolls a loop over one chunk, and would compute the loss and d_table after backward, keeping the logits.
     (loss, d_table, d_bias), d_h = lax.optimization_barrier(lax.scan(add_chunk, start, parts))
     if of_h:

@@ -59,5 +59,5 @@ def dropout(x: Array, rate: float, key: KeyWords, row: Array, column: Array) -> 
     to x."""
     bits, _ = threefry(key, *jnp.broadcast_arrays(row, column))
     keep = bits >= np.uint32(round(rate * 2**32))
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # in bfloat16 1 / 0.9 is 0.16% too small
-    return jnp.where(keep, x.astype(wide) * (1 / (1 - rate)), 0).astype(x.dtype)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)  # in bfloat16 1 / 0.9 is 0.16% too small
+    return jnp.where(keep, x.astype(dtype) * (1 / (1 - rate)), 0).astype(x.dtype)

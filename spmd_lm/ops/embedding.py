@@ -48,10 +48,10 @@ def _table_gradient(table: Array, ids: Array, g: Array, name: str) -> Array:
     else:
         rows, in_shard = local_rows(ids, table.shape[0], name)
         g = jnp.where(in_shard[..., None], gather_sequence(g), 0)
-    wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
+    accum_dtype = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
     # XLA makes constant zeros early, and keeps them.  No compiler removes 0 * g, which is NaN where g is not finite.
-    zeros = jnp.full(table.shape, 0 * g[(0,) * g.ndim], wide)
-    return zeros.at[rows].add(g.astype(wide)).astype(table.dtype)
+    zeros = jnp.full(table.shape, 0 * g[(0,) * g.ndim], accum_dtype)
+    return zeros.at[rows].add(g.astype(accum_dtype)).astype(table.dtype)
 
 
 def _forward(table, ids, name):

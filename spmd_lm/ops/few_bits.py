@@ -173,22 +173,22 @@ class CodedMatrix:
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
         """See Matrix.multiply."""
-        return _product(self, x, transpose)
+        return _matmul(self, x, transpose)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(matrix: CodedMatrix, x: Array, transpose: bool) -> Array:
+def _matmul(matrix: CodedMatrix, x: Array, transpose: bool) -> Array:
     """See dense.  Only the stored arrays are saved: backward decodes again."""
     return contract(x, matrix.entries.astype(x.dtype), (x.ndim - 1,), (int(transpose),))
 
 
-def _product_forward(matrix, x, transpose):
-    return _product(matrix, x, transpose), matrix
+def _matmul_forward(matrix, x, transpose):
+    return _matmul(matrix, x, transpose), matrix
 
 
-def _product_backward(transpose, matrix, g):
+def _matmul_backward(transpose, matrix, g):
     matrix, g = lax.optimization_barrier((matrix, g))  # or XLA would keep what forward has decoded
     return None, contract(g, matrix.entries.astype(g.dtype), (g.ndim - 1,), (int(not transpose),))
 
 
-_product.defvjp(_product_forward, _product_backward)
+_matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from spmd_lm.ops.collectives import broadcast_like, partial_sum
 
 
-def widen(x: Array) -> Array:
+def upcast(x: Array) -> Array:
     """x in float32, or in its own dtype where that is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -26,11 +26,11 @@ def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float = 1e-5, ce
 
 
 def _forward(x, scale, bias, eps, center):
-    mean, mean_square = _moments(widen(x)) if center else (None, jnp.square(widen(x)).mean(-1, keepdims=True))
+    mean, mean_square = _moments(upcast(x)) if center else (None, jnp.square(upcast(x)).mean(-1, keepdims=True))
     factor = lax.rsqrt(mean_square + eps)
     h = _normalized(x, mean, factor)
-    y = h * broadcast_like(widen(scale), h)
-    y = y if bias is None else y + broadcast_like(widen(bias), y)
+    y = h * broadcast_like(upcast(scale), h)
+    y = y if bias is None else y + broadcast_like(upcast(bias), y)
     return y.astype(x.dtype), (x, scale, bias, mean, factor)
 
 
@@ -38,10 +38,10 @@ def _backward(eps, center, saved, g):
     x, scale, bias, *statistics = saved
     # Behind a barrier, or a GPU's compiler computes them again, and writes h for the product that follows.
     mean, factor = lax.platform_dependent(statistics, cuda=lax.optimization_barrier, default=list)
-    h, g = _normalized(x, mean, factor), widen(g)
+    h, g = _normalized(x, mean, factor), upcast(g)
     d_scale = partial_sum(g * h, range(g.ndim - 1), gradient_of=scale).astype(scale.dtype)
     d_bias = None if bias is None else partial_sum(g, range(g.ndim - 1), gradient_of=bias).astype(bias.dtype)
-    d_h = g * broadcast_like(widen(scale), g)
+    d_h = g * broadcast_like(upcast(scale), g)
     d_x = d_h - h * (d_h * h).mean(-1, keepdims=True)
     d_x = d_x - d_h.mean(-1, keepdims=True) if center else d_x
     return (d_x * factor).astype(x.dtype), d_scale, d_bias
@@ -51,7 +51,7 @@ layer_norm.defvjp(_forward, _backward)
 
 
 def _normalized(x: Array, mean: Array | None, factor: Array) -> Array:
-    return (widen(x) if mean is None else widen(x) - mean) * factor
+    return (upcast(x) if mean is None else upcast(x) - mean) * factor
 
 
 def _moments(h: Array) -> tuple[Array, Array]:

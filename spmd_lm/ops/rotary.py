@@ -62,13 +62,13 @@ class Rotary:
         if (rotated := self.rotated(x.shape[-1])) < x.shape[-1]:
             first, rest = jnp.split(x, [rotated], axis=-1)
             return jnp.concatenate([dataclasses.replace(self, fraction=1.0).apply(first, positions), rest], axis=-1)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        frequencies = self.frequencies(x.shape[-1], wide)
-        angles = positions[..., None, None].astype(wide) * frequencies
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        frequencies = self.frequencies(x.shape[-1], dtype)
+        angles = positions[..., None, None].astype(dtype) * frequencies
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if (factor := self.attention_factor) != 1:
             cos, sin = factor * cos, factor * sin
-        a, b = jnp.split(x.astype(wide), 2, axis=-1)
+        a, b = jnp.split(x.astype(dtype), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 

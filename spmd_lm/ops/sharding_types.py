@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from spmd_lm.active_rules import AxisRules, axis_rules, nontrivial_axes, partition_spec
-from spmd_lm.axes import SEQUENCE, DimNames, axes_of, is_dim_names
+from spmd_lm.active_rules import AxisRules, active_axes, axis_rules, partition_spec
+from spmd_lm.axes import SEQUENCE, DimNames, as_tuple, is_dim_names
 from spmd_lm.errors import LayoutError
 
 Specs = Any
@@ -49,7 +49,7 @@ def gradient_spec(x: Array | TypeOf) -> P:
 
 def _sharding_axes(x: Array, dims: Sequence[int]) -> set[str]:
     """The mesh axes that shard these dimensions of x."""
-    return {axis for dim in dims for axis in axes_of(partitions(x)[dim])}
+    return {axis for dim in dims for axis in as_tuple(partitions(x)[dim])}
 
 
 def _remaining(x: Array, dims: Sequence[int]) -> list:
@@ -79,7 +79,7 @@ def checked(tree: Any, names: Any, advice: str) -> Any:
 
     def checked_leaf(path: tuple, dim_names: DimNames, x: Array) -> Array:
         spec, wanted = jax.typeof(x).sharding.spec, partition_spec(*dim_names)
-        nontrivial = P(*(tuple(axis for axis in axes_of(part) if rules.sizes[axis] > 1) for part in spec.partitions))
+        nontrivial = P(*(tuple(axis for axis in as_tuple(part) if rules.sizes[axis] > 1) for part in spec.partitions))
         if nontrivial.partitions == wanted.partitions and not spec.unreduced:
             return reshard(x, wanted.update(reduced=spec.reduced))
         where = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -94,12 +94,12 @@ def checked(tree: Any, names: Any, advice: str) -> Any:
 
 def copy_to_region(x: Array, name: str) -> Array:
     batch, _, *rest = partitions(x)
-    return reshard(x, P(batch, None, *rest, reduced=set(nontrivial_axes(name))))
+    return reshard(x, P(batch, None, *rest, reduced=set(active_axes(name))))
 
 
 def reduce_from_region(x: Array, name: str) -> Array:
     batch, _, *rest = partitions(x)
-    return reshard(x, P(batch, nontrivial_axes(SEQUENCE), *rest))
+    return reshard(x, P(batch, active_axes(SEQUENCE), *rest))
 
 
 def residual_stream(x: Array) -> Array:

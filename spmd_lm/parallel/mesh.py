@@ -19,8 +19,8 @@ from spmd_lm.axes import (
     MODEL,
     OUTERMOST_FIRST,
     ZERO_AXES,
-    axes_named,
     devices_along,
+    mesh_axes_of,
 )
 from spmd_lm.errors import LayoutError
 
@@ -91,7 +91,7 @@ def _mesh_shape(sizes: _AxisSizes) -> tuple[int, ...]:
 
 def domains_of_model(mesh: Mesh) -> int:
     """The most domains of fast links that one group of devices along `model` spans: hosts of GPUs, or TPU slices."""
-    return domains_along(mesh, axes_named(MODEL, mesh.axis_names))
+    return domains_along(mesh, mesh_axes_of(MODEL, mesh.axis_names))
 
 
 def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ def devices_within_domain(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], doma
     domain: devices in each; 0 for any number."""
     within, distance, sizes = 1, 1, mesh.shape
     for axis in reversed(OUTERMOST_FIRST):
-        for name in reversed(axes_named(axis, sizes)):
+        for name in reversed(mesh_axes_of(axis, sizes)):
             if name in axes:
                 near = domain // distance if domain else sizes[name]
                 within *= math.gcd(sizes[name], max(1, near))

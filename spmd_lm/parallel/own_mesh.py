@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.active_rules import AxisRules, nontrivial_axes, num_shards, partition_spec
+from spmd_lm.active_rules import AxisRules, active_axes, num_shards, partition_spec
 from spmd_lm.axes import SEQUENCE, ZERO_WIDTH, DimNames, is_dim_names, sharded_names
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.sharding_types import TypeOf, as_gradient, manual_region, rules_of_mesh
@@ -92,12 +92,12 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
     Backward scatters their gradients; x has one too, and inputs have none.  regather: backward gathers a second time,
     and nothing gathered is held until then.  prevent_cse: see zero.with_gathered_weights."""
     names = jax.tree.map(sharded_names, names, is_leaf=is_dim_names)
-    token_axes = {*nontrivial_axes("batch"), *nontrivial_axes(SEQUENCE)}
+    token_axes = {*active_axes("batch"), *active_axes(SEQUENCE)}
     device = jax.sharding.get_abstract_mesh().abstract_device
     in_order = device is not None and device.platform == "cpu"
 
-    def axes_of(names: DimNames) -> tuple[str, ...]:
-        return nontrivial_axes(ZERO_WIDTH) if ZERO_WIDTH in names else ()
+    def zero_axes(names: DimNames) -> tuple[str, ...]:
+        return active_axes(ZERO_WIDTH) if ZERO_WIDTH in names else ()
 
     def specs(tree: Tree, names: Tree, what: str) -> Tree:
         """PartitionSpecs: of matrices `what`, reduced or unreduced, over axes along which devices have seen other
@@ -106,18 +106,18 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
         def spec(names: DimNames, x: Array) -> P:
             if ZERO_WIDTH not in sharded_names(names):
                 return jax.typeof(x).sharding.spec
-            sharding = {axis for name in names if name for axis in nontrivial_axes(name)}
+            sharding = {axis for name in names if name for axis in active_axes(name)}
             return partition_spec(*names).update(**{what: token_axes - sharding})
 
         return jax.tree.map(spec, names, tree, is_leaf=is_dim_names)
 
     def gather(params: Tree) -> Tree:
-        run = functools.partial(zero.gather, names=names, axes_of=axes_of, sizes={})
+        run = functools.partial(zero.gather, names=names, zero_axes=zero_axes, sizes={})
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         return manual_region(run, specs(params, gathered_names, "reduced"))(params)
 
     def scatter(types: Tree, grads: Tree) -> Tree:
-        run = functools.partial(zero.scatter, names=names, axes_of=axes_of, padded_shape=lambda _, shape: shape)
+        run = functools.partial(zero.scatter, names=names, zero_axes=zero_axes, padded_shape=lambda _, shape: shape)
         run = functools.partial(run, dtype=jnp.result_type(*jax.tree.leaves(grads)), in_order=in_order)
         grads = manual_region(run, specs(grads, names, "unreduced"))(grads)
         return jax.tree.map(lambda g, x: as_gradient(g.astype(x.type.dtype), x), grads, types)

@@ -23,10 +23,10 @@ Write = Callable[[Tree, Tree, Array | int], Tree]
 """write(stack, layer, i): the stack with a layer's gradients in its entry i, or added to it."""
 
 
-class LayerParts(NamedTuple):
+class PrefetchSplit(NamedTuple):
     """A layer, or a stack of them, in two: what is prefetched, and the rest."""
 
-    first: Tree
+    prefetched: Tree
     rest: Tree
 
 
@@ -41,31 +41,31 @@ class Saved(NamedTuple):
 class PrefetchedLayers:
     """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from some of a layer's shards to weights.
     scatter: from gradients of such weights to those of the shards.  trained: from a layer's weights to those that have
-    gradients.  first: keys of the modules of a layer, a dict, that are prefetched.  allocated: whether residuals go
+    gradients.  keys: of the modules of a layer, a dict, that are prefetched.  allocated: whether residuals go
     into arrays that nothing fills.  Stacks have at least two layers."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
     scatter: Callable[[Tree], Tree]
     trained: Callable[[Tree], Tree]
-    first: tuple[str, ...]
+    keys: tuple[str, ...]
     allocated: bool = False
 
     def differentiable(self) -> Callable[..., tuple[Array, Losses]]:
-        """run(grad_sinks, shards, x, microbatch, first_layer): like a loop over with_gathered_weights(block, ...)."""
+        """run(grad_dummies, shards, x, microbatch, first_layer): like a loop over with_gathered_weights(block, ...)."""
 
         @jax.custom_vjp
-        def run(grad_sinks, shards, x, microbatch, first_layer):
+        def run(grad_dummies, shards, x, microbatch, first_layer):
             return self.forward(shards, x, microbatch, first_layer, save=False)[0]
 
-        def forward(grad_sinks, shards, x, microbatch, first_layer):
+        def forward(grad_dummies, shards, x, microbatch, first_layer):
             result, saved = self.forward(shards, x, microbatch, first_layer)
-            return result, (grad_sinks, shards, saved)
+            return result, (grad_dummies, shards, saved)
 
         def backward(residuals, g):
-            grad_sinks, shards, saved = residuals
-            zeros = jax.tree.map(lambda sink: zeros_like_gradient(sink, sink.dtype), grad_sinks)
-            grads, d_x = self.backward(shards, saved, g, zeros, _put)
+            grad_dummies, shards, saved = residuals
+            zeros = jax.tree.map(lambda x: zeros_like_gradient(x, x.dtype), grad_dummies)
+            grads, d_x = self.backward(shards, saved, g, zeros, set_layer)
             return grads, None, d_x, None, None
 
         run.defvjp(forward, backward)
@@ -78,7 +78,7 @@ class PrefetchedLayers:
 
         def accumulate_grads(d_y: Array, grads: Tree, offset: Array | int) -> tuple[Tree, Array]:
             def add(stack: Tree, layer: Tree, i: Array | int) -> Tree:
-                return _put(stack, tree_add(_at(stack, offset + i), layer), offset + i)
+                return set_layer(stack, tree_add(index_layer(stack, offset + i), layer), offset + i)
 
             return self.backward(shards, saved, (d_y, jax.tree.map(jnp.ones_like, losses)), grads, add)
 
@@ -90,8 +90,8 @@ class PrefetchedLayers:
         """(x through all layers, the sum of their losses), and residuals for `backward`; None without `save`."""
         stacks, last = self._split(shards), _layers(shards) - 1
 
-        def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
-            weights = first | self.gather(_at(stacks.rest, i))
+        def layer(x: Array, prefetched: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
+            weights = prefetched | self.gather(index_layer(stacks.rest, i))
 
             def run(trained: Tree, x: Array) -> tuple[Array, Losses]:
                 return self.block(merge(weights, trained), x, microbatch, first_layer + i)
@@ -102,15 +102,15 @@ class PrefetchedLayers:
             return x, losses, drop_residuals(vjp, weights)
 
         def turn(carry: tuple[Array, Tree], i: Array) -> tuple[tuple[Array, Tree], tuple[Losses, Any]]:
-            x, first = carry
-            next_first = self.gather(_at(stacks.first, i + 1))
-            x, losses, saved = layer(x, first, i)
-            return (x, next_first), (losses, saved)
+            x, prefetched = carry
+            next_prefetched = self.gather(index_layer(stacks.prefetched, i + 1))
+            x, losses, saved = layer(x, prefetched, i)
+            return (x, next_prefetched), (losses, saved)
 
-        start = x, self.gather(_at(stacks.first, 0))
+        start = x, self.gather(index_layer(stacks.prefetched, 0))
         indices = jnp.arange(last, dtype=jnp.int32)
-        (x, first), (losses, saved) = allocated_scan.scan(turn, start, indices, allocated=self.allocated)
-        x, losses_of_last, saved_of_last = layer(x, first, jnp.int32(last))
+        (x, prefetched), (losses, saved) = allocated_scan.scan(turn, start, indices, allocated=self.allocated)
+        x, losses_of_last, saved_of_last = layer(x, prefetched, jnp.int32(last))
         losses = jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)
         return (x, losses), Saved(saved, saved_of_last) if save else None
 
@@ -125,45 +125,46 @@ class PrefetchedLayers:
         (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
         stacks, last = self._split(shards), _layers(shards) - 1
 
-        def gather_first(i: Array | int) -> Tree:
-            return self.gather(_at(stacks.first, i))
+        def gather_prefetched(i: Array | int) -> Tree:
+            return self.gather(index_layer(stacks.prefetched, i))
 
-        def layer(d_x: Array, first: Tree, i: Array | int, vjp: Callable) -> tuple[LayerParts, Array]:
+        def layer(d_x: Array, prefetched: Tree, i: Array | int, vjp: Callable) -> tuple[PrefetchSplit, Array]:
             """Gradients: unsharded of what is prefetched, scattered of the rest; and that of the input."""
-            d_weights, d_x = vjp(first | self.gather(_at(stacks.rest, i)))((d_x, d_losses))
+            d_weights, d_x = vjp(prefetched | self.gather(index_layer(stacks.rest, i)))((d_x, d_losses))
             d = self._split(d_weights)
             return d._replace(rest=self.scatter(d.rest)), d_x
 
         def saved_vjp(i: Array | int) -> Callable:
-            return lambda weights: rebuild(_at(residuals, i), weights)
+            return lambda weights: rebuild(index_layer(residuals, i), weights)
 
         def turn(carry: tuple, i: Array | int) -> tuple:
-            d_x, first, d_first, grads = carry
-            next_first = gather_first(i - 1)
-            of_previous = write(grads.first, self.scatter(d_first), i + 1)
-            d, d_x = layer(d_x, first, i, saved_vjp(i))
-            return (d_x, next_first, d.first, LayerParts(of_previous, write(grads.rest, d.rest, i))), None
+            d_x, prefetched, d_prefetched, grads = carry
+            next_prefetched = gather_prefetched(i - 1)
+            of_previous = write(grads.prefetched, self.scatter(d_prefetched), i + 1)
+            d, d_x = layer(d_x, prefetched, i, saved_vjp(i))
+            return (d_x, next_prefetched, d.prefetched, PrefetchSplit(of_previous, write(grads.rest, d.rest, i))), None
 
-        first, next_first, into = gather_first(last), gather_first(last - 1), self._split(grads)
-        d, d_x = layer(d_x, first, last, lambda weights: rebuild_last(residuals_of_last, weights))
-        carry = d_x, next_first, d.first, into._replace(rest=write(into.rest, d.rest, last))
-        (d_x, first, d_first, into), _ = lax.scan(turn, carry, jnp.arange(1, last, dtype=jnp.int32), reverse=True)
-        into = into._replace(first=write(into.first, self.scatter(d_first), 1))
-        d, d_x = layer(d_x, first, 0, saved_vjp(0))
-        return write(into.first, self.scatter(d.first), 0) | write(into.rest, d.rest, 0), d_x
+        prefetched, next_prefetched, into = gather_prefetched(last), gather_prefetched(last - 1), self._split(grads)
+        d, d_x = layer(d_x, prefetched, last, lambda weights: rebuild_last(residuals_of_last, weights))
+        carry = d_x, next_prefetched, d.prefetched, into._replace(rest=write(into.rest, d.rest, last))
+        indices = jnp.arange(1, last, dtype=jnp.int32)
+        (d_x, prefetched, d_prefetched, into), _ = lax.scan(turn, carry, indices, reverse=True)
+        into = into._replace(prefetched=write(into.prefetched, self.scatter(d_prefetched), 1))
+        d, d_x = layer(d_x, prefetched, 0, saved_vjp(0))
+        return write(into.prefetched, self.scatter(d.prefetched), 0) | write(into.rest, d.rest, 0), d_x
 
-    def _split(self, layers: Tree) -> LayerParts:
-        first = {name: part for name, part in layers.items() if name in self.first}
-        return LayerParts(first, {name: part for name, part in layers.items() if name not in first})
+    def _split(self, layers: Tree) -> PrefetchSplit:
+        prefetched = {key: x for key, x in layers.items() if key in self.keys}
+        return PrefetchSplit(prefetched, {key: x for key, x in layers.items() if key not in prefetched})
 
 
 def _layers(stack: Tree) -> int:
     return jax.tree.leaves(stack)[0].shape[0]
 
 
-def _at(stack: Tree, i: Array | int) -> Tree:
+def index_layer(stack: Tree, i: Array | int) -> Tree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stack)
 
 
-def _put(stack: Tree, layer: Tree, i: Array | int) -> Tree:
+def set_layer(stack: Tree, layer: Tree, i: Array | int) -> Tree:
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stack, layer)

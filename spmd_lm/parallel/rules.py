@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_DIMS, DimNames, axes_named
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_DIMS, DimNames, mesh_axes_of
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -78,7 +78,7 @@ class Rules:
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
         """Adapts the table to a mesh where several axes together may be `data`, or `model`."""
         return Rules(
-            {name: tuple(a for axis in on for a in axes_named(axis, mesh_axes)) for name, on in self.table.items()}
+            {name: tuple(a for axis in on for a in mesh_axes_of(axis, mesh_axes)) for name, on in self.table.items()}
         )
 
 

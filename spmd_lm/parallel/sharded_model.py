@@ -45,22 +45,22 @@ class ModelFns:
     last_blocks: tuple[BlockFn, ...] = ()
 
 
-class Parts(NamedTuple):
+class SplitParams(NamedTuple):
     """A tree of parameters in two: the stack of blocks, and the rest, embedding and head."""
 
     blocks: Tree
     rest: Tree
 
 
-def split_params(params: Tree) -> Parts:
-    return Parts(params["blocks"], {name: part for name, part in params.items() if name != "blocks"})
+def split_params(params: Tree) -> SplitParams:
+    return SplitParams(params["blocks"], {name: x for name, x in params.items() if name != "blocks"})
 
 
-def join_params(parts: Parts) -> Tree:
-    return parts.rest | {"blocks": parts.blocks}
+def join_params(params: SplitParams) -> Tree:
+    return params.rest | {"blocks": params.blocks}
 
 
-def _unstacked(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
+def _unstacked(fns: ModelFns, plan: Plan, weights: SplitParams) -> SplitParams:
     """Unstacks the matrices of unrolled layers.  Else a GPU would, for every microbatch, copy each out of its stack,
     and add the stack's gradient in a pass of its own, not in the matmul.  Stages of a pipeline index stacks."""
     unstacks = fns.loop.unstacks and plan.layout.pipe == 1
@@ -70,7 +70,7 @@ def _unstacked(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
     """grad_argument: the differentiated argument, without frozen weights: the gathered weights; or, where backward
-    scatters, the `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).
+    scatters, the `grad_dummies` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).
     gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  scatters_in_backward:
     ZeroPolicy's."""
 
@@ -78,9 +78,9 @@ class ShardedModel:
     plan: Plan
     compute_dtype: jnp.dtype
     reduce_dtype: jnp.dtype
-    grad_argument: Parts
-    shards: Parts
-    gathered: Parts
+    grad_argument: SplitParams
+    shards: SplitParams
+    gathered: SplitParams
     scatters_in_backward: bool
 
     @classmethod
@@ -91,31 +91,31 @@ class ShardedModel:
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
 
-        def trained(weights: Parts) -> Parts:
+        def trained(weights: SplitParams) -> SplitParams:
             return split_params(plan.trained(join_params(weights)))
 
         if plan.zero.stage == 0:
             weights = _unstacked(fns, plan, split_params(plan.as_weights(join_params(compute_params), plan.names)))
             return cls(fns, plan, *dtypes, trained(weights), weights, weights, scatters_in_backward=False)
         blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
-        gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
-        sink_dtype = jnp.promote_types(compute_dtype, reduce_dtype)
-        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, sink_dtype), plan.trained(params))
-        grad_sinks = plan.as_weights(grad_sinks, plan.sharded_names)
+        gathered = SplitParams(blocks, plan.gather(compute_params.rest, names.rest))
+        dummy_dtype = jnp.promote_types(compute_dtype, reduce_dtype)
+        grad_dummies = jax.tree.map(lambda p: jnp.zeros(p.shape, dummy_dtype), plan.trained(params))
+        grad_dummies = plan.as_weights(grad_dummies, plan.sharded_names)
         in_backward = plan.zero.scatters_in_backward
         gathered = gathered if blocks is None else _unstacked(fns, plan, gathered)
-        grad_argument = split_params(grad_sinks) if in_backward else trained(gathered)
+        grad_argument = split_params(grad_dummies) if in_backward else trained(gathered)
         return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
 
-    def with_grad_argument(self, grad_argument: Parts) -> Self:
+    def with_grad_argument(self, grad_argument: SplitParams) -> Self:
         return dataclasses.replace(self, grad_argument=grad_argument)
 
     def chunk(self, first: Array, layers: int) -> Self:
         """Restricts the model to `layers` layers from `first` on."""
 
-        def slice_blocks(parts: Parts) -> Parts:
-            chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), parts.blocks)
-            return parts._replace(blocks=chunk)
+        def slice_blocks(params: SplitParams) -> SplitParams:
+            chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), params.blocks)
+            return params._replace(blocks=chunk)
 
         grad_argument, shards, gathered = map(slice_blocks, (self.grad_argument, self.shards, self.gathered))
         return dataclasses.replace(self, grad_argument=grad_argument, shards=shards, gathered=gathered)
@@ -191,7 +191,7 @@ class ShardedModel:
     # ---- gathering and scattering.  names: dimension names of the shards, or of a tree with more leaves
 
     @property
-    def sharded_names(self) -> Parts:
+    def sharded_names(self) -> SplitParams:
         return split_params(self.plan.sharded_names)
 
     @property
@@ -238,22 +238,22 @@ class ShardedModel:
         return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **how: bool) -> Callable:
-        gather, scatter = (functools.partial(each, names=names) for each in (self.gather, self._scatter_to_sinks))
+        gather, scatter = (functools.partial(each, names=names) for each in (self.gather, self._scatter_to_dummies))
         return with_gathered_weights(f, gather, scatter, **how)
 
     def _prefetched_layers(self) -> PrefetchedLayers:
         gather, scatter = (
-            functools.partial(each, names=self.layer_names) for each in (self.gather, self._scatter_to_sinks)
+            functools.partial(each, names=self.layer_names) for each in (self.gather, self._scatter_to_dummies)
         )
-        first, allocated = self.plan.prefetch, self.fns.loop.allocated
+        keys, allocated = self.plan.prefetch, self.fns.loop.allocated
         block = self.fns.period.in_order(self.fns.blocks)
-        return PrefetchedLayers(block, gather, scatter, self.trained_blocks, first, allocated)
+        return PrefetchedLayers(block, gather, scatter, self.trained_blocks, keys, allocated)
 
-    def _scatter_to_sinks(self, grads: Tree, names: Tree) -> Tree:
-        """Scatters gradients in the dtype of the `grad_sinks`."""
+    def _scatter_to_dummies(self, grads: Tree, names: Tree) -> Tree:
+        """Scatters gradients in the dtype of `grad_dummies`."""
         return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
-    def reduce_gradients(self, grads: Parts) -> Tree:
+    def reduce_gradients(self, grads: SplitParams) -> Tree:
         """Completes the sums of gradients of `grad_argument`, sharded as the parameters are."""
         grads, names = join_params(grads._replace(blocks=stack_matrices(grads.blocks))), self.plan.sharded_names
         scatters = self.plan.zero.stage and not self.scatters_in_backward
@@ -265,4 +265,4 @@ class ShardedModel:
         on_use = self.gathered.blocks is None
         blocks = self.plan.gather_layers(self.shards.blocks if on_use else self.gathered.blocks)
         gather = functools.partial(self.gather, names=self.layer_names) if on_use else lambda layer: layer
-        return join_params(Parts(blocks, self.gathered.rest)), gather
+        return join_params(SplitParams(blocks, self.gathered.rest)), gather

@@ -18,7 +18,7 @@ from spmd_lm.ops.collectives import as_row_major, reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
 
 Frequency = Literal["never", "step", "chunk", "layer"]
-AxesOf = Callable[[DimNames], tuple[str, ...]]
+ZeroAxes = Callable[[DimNames], tuple[str, ...]]
 """The mesh axes over which ZeRO shards a leaf of these sharded names, outermost first."""
 
 
@@ -78,7 +78,7 @@ def zero_dim(names: DimNames) -> int | None:
 
 @jax.named_scope("weights")
 def gather(
-    tree: Tree, names: Tree, axes_of: AxesOf, sizes: Mapping[str, int], *, row_major_stacks: bool = False
+    tree: Tree, names: Tree, zero_axes: ZeroAxes, sizes: Mapping[str, int], *, row_major_stacks: bool = False
 ) -> Tree:
     """All-gathers shards over one axis after the other, innermost first.  names: the sharded dimension names of each
     leaf.  sizes: unpadded, of the sharded dimensions; {} where nothing is padded.
@@ -93,7 +93,7 @@ def gather(
             return x
         at = 0 if dim == x.ndim - 1 else dim  # never the minor dimension in memory
         x = jnp.moveaxis(x, dim, at)
-        for axis in reversed(axes_of(names)):
+        for axis in reversed(zero_axes(names)):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         x = jnp.moveaxis(lax.slice_in_dim(x, 0, sizes.get(str(names[dim])), axis=at), at, dim)
         return as_row_major(x) if row_major_stacks and names[0] == "layers" else x
@@ -105,7 +105,7 @@ def gather(
 def scatter(
     tree: Tree,
     names: Tree,
-    axes_of: AxesOf,
+    zero_axes: ZeroAxes,
     padded_shape: Callable[[DimNames, tuple[int, ...]], tuple[int, ...]],
     dtype: jnp.dtype,
     *,
@@ -125,12 +125,12 @@ def scatter(
     def scatter_leaf(names: DimNames, g: Array) -> Array:
         g = jnp.moveaxis(g.astype(dtype), dim := names.index(ZERO_WIDTH), 0)
         padding = [(0, to - size) for size, to in zip(g.shape, padded_shape(names, g.shape), strict=True)]
-        shard = reduce_scatter(jnp.pad(g, padding), axes_of(names), 0, row_major=True)
+        shard = reduce_scatter(jnp.pad(g, padding), zero_axes(names), 0, row_major=True)
         return jnp.moveaxis(shard[..., : g.shape[-1]], 0, dim)
 
     leaf_names = jax.tree.leaves(names, is_leaf=is_dim_names)
     leaves, treedef = jax.tree.flatten(tree)
-    sharded = [i for i, each in enumerate(leaf_names) if axes_of(each)]
+    sharded = [i for i, each in enumerate(leaf_names) if zero_axes(each)]
     stacks = [i for i in sharded if leaf_names[i][0] == "layers"]
     last: Array | None = None
 
@@ -189,24 +189,24 @@ def with_gathered_weights(
     scatter_first: bool = False,
     differentiate_x: bool = True,
 ) -> Callable:
-    """run(grad_sinks, shards, gathered, x, *extra) = f(weights, x, *extra).
+    """run(grad_dummies, shards, gathered, x, *extra) = f(weights, x, *extra).
 
     The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
     weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the weights'
-    gradients.  A custom_vjp must return these as gradients of some argument: `grad_sinks`, zeros with the shapes of the
-    trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered` have no gradients.
-    differentiate_x: whether x has: jax does not tell a custom_vjp which gradients of x are used.  prevent_cse: keep XLA
-    from merging the second gather with the first, which would hold the weights in between.  It does not merge across
-    the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before backward continues, so
-    that no unsharded gradient is held meanwhile."""
+    gradients.  A custom_vjp must return these as gradients of an argument: of the dummies `grad_dummies`, zeros with
+    the shapes of the trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered` have no
+    gradients.  differentiate_x: whether x has: jax does not tell a custom_vjp which gradients of x are used.
+    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
+    does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
+    backward continues, so that no unsharded gradient is held meanwhile."""
 
     @jax.custom_vjp
-    def run(grad_sinks, shards, gathered, x, *extra):
+    def run(grad_dummies, shards, gathered, x, *extra):
         return f(gather(shards) if gathered is None else gathered, x, *extra)
 
-    def forward(grad_sinks, shards, gathered, x, *extra):
+    def forward(grad_dummies, shards, gathered, x, *extra):
         weights = gather(shards) if gathered is None else gathered
-        trained = subset_of(weights, grad_sinks)
+        trained = subset_of(weights, grad_dummies)
         if differentiate_x:
             out, vjp = jax.vjp(lambda trained, x: f(merge(weights, trained), x, *extra), trained, x)
         else:
@@ -221,9 +221,9 @@ def with_gathered_weights(
             weights = gather(shards)
         d_weights, *rest = rebuild(residuals, weights)(g)
         d_x = rest[0] if differentiate_x else None
-        d_sinks = scatter(d_weights)
-        d_sinks, d_x = lax.optimization_barrier((d_sinks, d_x)) if scatter_first else (d_sinks, d_x)
-        return d_sinks, None, None, d_x, *d_extra
+        d_dummies = scatter(d_weights)
+        d_dummies, d_x = lax.optimization_barrier((d_dummies, d_x)) if scatter_first else (d_dummies, d_x)
+        return d_dummies, None, None, d_x, *d_extra
 
     run.defvjp(forward, backward)
     return run

@@ -92,7 +92,7 @@ def audit_step(
         peers = peers_across_slices(mesh)
         unread = read_collectives_across_slices(module, peers)
         notice = _notice_of_slices(len(peers[0]), program.plan.layout.replica, unread)
-    shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
+    shares = schedule_table(program.schedule).execution_fractions() if program.schedule.stages > 1 else None
     report = {
         "config": config.run.name,
         "topology": str(topology or f"{platform}:{len(devices)}"),

@@ -35,7 +35,7 @@ from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 def plan_on(config: RunConfig, topology: Topology) -> Plan:
     """The plan of a run on hardware that need not be there.  Raises LayoutError if there is none."""
     plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
-    within = devices_within_domain(plan.mesh, plan.nontrivial_axes(MODEL), topology.domain)
+    within = devices_within_domain(plan.mesh, plan.active_axes(MODEL), topology.domain)
     require_model_within_domain(config, plan, plan.layout.model // within)
     if not config.parallel.model_across_hosts:
         require_replicas_between(topology.slices, plan.layout)
@@ -180,7 +180,7 @@ def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str,
         "microbatches": schedule.microbatches,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
-        "messages": schedule.messages,
+        "messages": schedule.stage_sends,
         "inputs_held": schedule.live_inputs,
         "activation_bytes": [inputs * stream for inputs in schedule.live_inputs],
         "on_every_stage": {each["name"]: each["bytes_per_device"] for each in parameters if [PIPE] not in each["spec"]},

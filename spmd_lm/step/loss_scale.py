@@ -65,7 +65,7 @@ def all_finite(plan: Plan, grads: Tree) -> jax.Array:
 
     Their norm may still not be: squares overflow float32 where numbers do not."""
     local = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-    axes = plan.nontrivial_axes(*MESH_AXES)
+    axes = plan.active_axes(*MESH_AXES)
     return psum_axes((~local).astype(jnp.int32), axes) == 0
 
 

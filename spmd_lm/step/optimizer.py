@@ -16,6 +16,7 @@ import optax
 from spmd_lm.axes import is_dim_names
 from spmd_lm.config.schema import AdamW, CustomOptimizer, Lion, OptimizerConfig
 from spmd_lm.ops.collectives import partial_sum, psum_axes
+from spmd_lm.ops.norm import upcast
 from spmd_lm.own_optimizer import own_rule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, subset_of
@@ -90,8 +91,8 @@ class Optimizer:
         """Scalars of an update.  norm: of the gradients.  is_applied: bool, whether the update changes anything but the
         step's number."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
-        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
-        lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(wide)), wide)
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
+        lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(dtype)), dtype)
         shrink = None
         if self.config.clip:
             shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -164,7 +165,6 @@ def global_norm(plan: Plan, grads: Tree) -> jax.Array:
     squares: dict[tuple[str, ...], list[jax.Array]] = defaultdict(list)
     leaf_names = jax.tree.leaves(subset_of(plan.sharded_names, grads), is_leaf=is_dim_names)
     for g, names in zip(jax.tree.leaves(grads), leaf_names, strict=True):
-        axes = plan.axes_over(names)
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        squares[axes].append(partial_sum(jnp.square(wide)))
+        axes = plan.param_axes(names)
+        squares[axes].append(partial_sum(jnp.square(upcast(g))))
     return jnp.sqrt(sum(psum_axes(functools.reduce(operator.add, terms), axes) for axes, terms in squares.items()))

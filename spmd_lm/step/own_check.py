@@ -65,8 +65,8 @@ def _one_period(config: RunConfig, shards: int) -> RunConfig:
         "attention": "xla",
         "share_layers": False,
     }
-    wide = "float64" if config.precision.params == "float64" else "float32"
-    dtypes = dict.fromkeys(("params", "compute", "reduce"), wide) | {"loss_scale": "none"}
+    dtype = "float64" if config.precision.params == "float64" else "float32"
+    dtypes = dict.fromkeys(("params", "compute", "reduce"), dtype) | {"loss_scale": "none"}
     parallel = Parallel(data=1, model=shards, sequence=config.parallel.sequence, partitioner="manual")
     return config.model_copy(
         update={

@@ -25,12 +25,14 @@ from spmd_lm.parallel.layers_loop import LayersLoop
 from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.sharded_model import ModelFns, Parts, ShardedModel
+from spmd_lm.parallel.sharded_model import ModelFns, ShardedModel, SplitParams
 from spmd_lm.parallel.trees import Tree, tree_add
 from spmd_lm.period import BlockFn
 from spmd_lm.step import guard, loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
+
+LossesAndGrads = tuple[LossDict, SplitParams]
 
 
 def make_train_step(
@@ -111,10 +113,10 @@ def _alone(block: BlockFn) -> BlockFn:
     return lambda *inputs: (block(*inputs)[0], {})
 
 
-def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
+def accumulate(model: ShardedModel, microbatches: Tree, zeros: LossesAndGrads) -> LossesAndGrads:
     """Losses and gradients, summed over microbatches one after the other."""
 
-    def loss_fn(grad_argument: Parts, microbatch: ModelInput) -> tuple[jax.Array, LossDict]:
+    def loss_fn(grad_argument: SplitParams, microbatch: ModelInput) -> tuple[jax.Array, LossDict]:
         losses = model.with_grad_argument(grad_argument).forward(microbatch)
         return sum_losses(losses), losses
 
@@ -123,7 +125,7 @@ def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, P
         grads, losses = grad_fn(model.grad_argument, jax.tree.map(lambda x: x[0], microbatches))
         return losses, grads
 
-    def add_microbatch(total: tuple[LossDict, Parts], microbatch: ModelInput) -> tuple[tuple[LossDict, Parts], None]:
+    def add_microbatch(total: LossesAndGrads, microbatch: ModelInput) -> tuple[LossesAndGrads, None]:
         grads, losses = grad_fn(model.grad_argument, microbatch)
         return tree_add(total, (losses, grads)), None
 
@@ -134,7 +136,7 @@ def sum_losses(losses: LossDict) -> jax.Array:
     return functools.reduce(operator.add, losses.values())
 
 
-def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
+def zero_gradients(model: ShardedModel, params: Tree) -> SplitParams:
     """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
     return jax.tree.map(lambda w: zeros_like_gradient(w, dtype), model.grad_argument)
@@ -178,7 +180,7 @@ def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batc
 
 def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
     """The weight of the global batch for each loss, which is a mean over it."""
-    wide = jnp.promote_types(compute, jnp.float32)
+    dtype = jnp.promote_types(compute, jnp.float32)
     weights = model.loss_weights(batch)
-    totals = plan.psum_batch({name: partial_sum(w.astype(wide)) for name, w in weights.items()})
+    totals = plan.psum_batch({name: partial_sum(w.astype(dtype)) for name, w in weights.items()})
     return nonzero_totals(totals)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_lm.config.overlap import BRANCHES, LEAST_TOKENS, branches_in_parts, prefetches
+from spmd_lm.config.overlap import BRANCHES, LEAST_TOKENS, collective_matmul_branches, prefetches
 from tests.helpers import make_config
 
 H100, PLENTY = "NVIDIA H100 80GB HBM3", 4 * LEAST_TOKENS
@@ -44,4 +44,4 @@ def test_prefetch_is_automatic_on_gpus_without_a_pipeline(setting, parallel, pla
 def test_products_are_in_parts_automatically_where_a_step_is_shorter_for_it(setting, parallel, kind, tokens, expected):
     config = make_config(parallel={"collective_matmul": setting} | parallel)
     platform = "tpu" if kind.startswith("TPU") else "gpu"
-    assert branches_in_parts(config, platform, kind, tokens) == expected
+    assert collective_matmul_branches(config, platform, kind, tokens) == expected

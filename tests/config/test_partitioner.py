@@ -16,7 +16,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize(
-    ("parallel", "platform", "in_parts", "chosen", "why"),
+    ("parallel", "platform", "overlaps", "chosen", "why"),
     [
         ({"partitioner": "types"}, "cpu", False, "types", "as configured"),
         ({"partitioner": "manual"}, "tpu", False, "manual", "as configured"),
@@ -29,9 +29,9 @@ ROWS = (
         ({"model": 2, "zero": 3}, "tpu", False, "manual", "memory 1.011"),
     ],
 )
-def test_auto_takes_types_where_a_compiled_step_is_as_good(parallel, platform, in_parts, chosen, why, monkeypatch):
+def test_auto_takes_types_where_a_compiled_step_is_as_good(parallel, platform, overlaps, chosen, why, monkeypatch):
     monkeypatch.setattr(partitioner, "table", lambda: ROWS)
-    choice = choose_partitioner(make_config(parallel=parallel), platform, in_parts)
+    choice = choose_partitioner(make_config(parallel=parallel), platform, overlaps)
     assert choice.partitioner == chosen and why in choice.why
 
 

@@ -78,7 +78,7 @@ def test_a_plan_needs_no_devices():
         "blocks": {"up": P(("pipe",), None, ("model",)), "bias": P(("pipe",), ("model",))},
     }
     assert made.sharding(made.param_specs)["blocks"]["up"].shard_shape((3, 6, 16)) == (3, 6, 2)
-    assert made.nontrivial_axes("replica", "data", "model") == ("data", "model")
+    assert made.active_axes("replica", "data", "model") == ("data", "model")
 
 
 @pytest.mark.parametrize("model", [1, 2, 4, 8])

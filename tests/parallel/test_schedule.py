@@ -109,7 +109,7 @@ def test_breadth_first_takes_each_chunk_once():
 def test_messages():
     for s in ALL:
         forward, _ = ticks_of(s)
-        assert s.messages == sum(before(stage, task, s) is not None for stage, task in forward)
+        assert s.stage_sends == sum(before(stage, task, s) is not None for stage, task in forward)
 
 
 def test_drawn():
@@ -158,8 +158,8 @@ def halves(table):
 def test_a_chunk_s_weights_are_loaded_twice_less_where_the_directions_meet():
     for s in SOME:
         if s.kind == "breadth_first":
-            runs = schedule_table(s).runs()
-            assert (runs["forward_loads_chunk"] + runs["backward_loads_chunk"] == 2 * s.chunks - 1).all()
+            runs = schedule_table(s).execution_counts()
+            assert (runs["forward_new_chunk"] + runs["backward_new_chunk"] == 2 * s.chunks - 1).all()
             assert (runs["backward_last_of_chunk"] == s.chunks).all()
 
 
@@ -169,7 +169,7 @@ def test_a_chunk_is_left_where_the_next_task_is_of_another_one():
         table = schedule_table(s)
         for stage in range(s.stages):
             in_time = [
-                (half.chunk[tick, stage], half.stays_in_chunk[tick, stage], half.leaves_chunk[tick, stage])
+                (half.chunk[tick, stage], half.same_chunk_next[tick, stage], half.new_chunk_next[tick, stage])
                 for tick in range(s.ticks)
                 for half in halves(table)
                 if half.active[tick, stage]
@@ -191,11 +191,11 @@ def test_what_a_stage_receives_its_neighbour_sends():
 def test_how_often_each_condition_is_true():
     for s in SOME:
         table, work = schedule_table(s), s.chunks * s.microbatches
-        runs, shares = table.runs(), table.shares()
+        runs, shares = table.execution_counts(), table.execution_fractions()
         assert (runs["forward_active"] == work).all() and (runs["backward_active"] == work).all()
         assert runs["forward_from_embedding"].tolist() == [s.microbatches] + [0] * (s.stages - 1)
         assert runs["backward_to_head"].tolist() == [0] * (s.stages - 1) + [s.microbatches]
-        assert runs["forward_receives"].sum() == runs["backward_receives"].sum() == s.messages
+        assert runs["forward_receives"].sum() == runs["backward_receives"].sum() == s.stage_sends
         assert runs.keys() == shares.keys()
         assert all(share.min() >= 0 and share.max() <= 1 for share in shares.values())
         loop_ticks = {
@@ -210,7 +210,7 @@ def test_how_often_each_condition_is_true():
 
 
 def test_idle_stages_that_run_work_in_every_tick():
-    runs = schedule_table(make_schedule("1f1b", 4, 8)).runs(run_idle_stages=True)
+    runs = schedule_table(make_schedule("1f1b", 4, 8)).execution_counts(run_idle_stages=True)
     assert {int(n) for times in runs.values() for n in times} == {1, 14}
 
 
@@ -227,7 +227,7 @@ def test_closed_forms_count_what_the_table_has(kind):
         assert set(table.ticks.values()) == {counts.ticks} and counts.bubble == pytest.approx(schedule.bubble)
         assert (table.input_slots, table.output_grad_slots) == (counts.input_slots, counts.output_grad_slots)
         for idle, expected in ((False, counts), (True, counts.with_idle_stages())):
-            mean = {name: float(times.mean()) for name, times in table.runs(idle).items()}
+            mean = {name: float(times.mean()) for name, times in table.execution_counts(idle).items()}
             both = [(mean[f"forward_{name}"], mean[f"backward_{name}"]) for name in PER_HALF]
             fields = (expected.active, expected.first, expected.last)
             assert both == [pytest.approx((each, each)) for each in fields]
@@ -235,5 +235,5 @@ def test_closed_forms_count_what_the_table_has(kind):
             for name in ("embedding_of_all_microbatches", "head_of_all_microbatches"):
                 assert mean[name] == pytest.approx(expected.per_step)
             if kind == "breadth_first":
-                assert mean["forward_loads_chunk"] + mean["backward_loads_chunk"] == expected.chunk_loads
+                assert mean["forward_new_chunk"] + mean["backward_new_chunk"] == expected.new_chunks
                 assert mean["backward_last_of_chunk"] == expected.chunk_ends

@@ -753,14 +753,14 @@ def test_an_excess_is_reported_with_its_cost(monkeypatch):
     from spmd_lm.axes import is_dim_names
     from spmd_lm.parallel import zero
 
-    def all_reduced(tree, names, axes_of, padded_shape, dtype, in_order):
+    def all_reduced(tree, names, zero_axes, padded_shape, dtype, in_order):
         def all_reduced_leaf(names, g):
             if "zero_width" not in names:
                 return g
             dim = names.index("zero_width")
-            g = jax.lax.psum(g.astype(dtype), axes_of(names))
+            g = jax.lax.psum(g.astype(dtype), zero_axes(names))
             size = g.shape[dim] // 2
-            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(axes_of(names)) * size, size, dim)
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(zero_axes(names)) * size, size, dim)
 
         return jax.tree.map(all_reduced_leaf, names, tree, is_leaf=is_dim_names)
 

@@ -1,4 +1,4 @@
-"""Weights that are gathered ahead, and products in parts: the same run, and the same bytes."""
+"""Weights that are gathered ahead, and collective matmul: the same run, and the same bytes."""
 
 import jax
 import numpy as np

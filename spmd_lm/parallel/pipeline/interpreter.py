@@ -27,7 +27,7 @@ from spmd_lm.ops.collectives import as_row_major
 from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, TaskFields, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
-from spmd_lm.parallel.sharded_model import Parts, ShardedModel
+from spmd_lm.parallel.sharded_model import ShardedModel, SplitParams
 from spmd_lm.parallel.trees import Tree, merge, subset_of, tree_add, tree_add_subset
 
 T = TypeVar("T")
@@ -61,11 +61,11 @@ FORWARD_ONLY, BACKWARD_ONLY = ("inputs",), ("gradient", "output_grads", "grads",
 
 
 class TaskResult(NamedTuple):
-    """message: to the neighbour.  input: of a forward task; saved where it came from the embedding.
+    """to_send: to the neighbour.  input: of a forward task; saved where it came from the embedding.
     end_activation: for Carry.end_activations; the output of a forward task, the gradient of a backward task's input.
     next_params: as in Carry."""
 
-    message: Array
+    to_send: Array
     input: Any
     losses: Losses
     grads: Any = None
@@ -93,7 +93,7 @@ class Pipeline:
         self.activation_shape = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
         self.transfer = StageTransfer(self.plan, self.activation_shape, wraps=schedule.chunks > 1)
 
-    def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
+    def gradients(self, losses: Losses, grads: SplitParams) -> tuple[Losses, SplitParams]:
         """Losses, and gradients of `model.grad_argument`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
@@ -111,7 +111,7 @@ class Pipeline:
         busy = self.table.forward.active.any(1)
         return self.run_ticks(carry, self.table.forward.at_ticks(busy), None, self.evaluate_task).losses
 
-    def start(self, losses: Losses, grads: Parts) -> Carry:
+    def start(self, losses: Losses, grads: SplitParams) -> Carry:
         inputs, output_grads = self.slots(self.table.input_slots), self.slots(self.table.output_grad_slots)
         carry = Carry(inputs, output_grads, self.transfer.zeros(), losses, grads)
         if self.breadth_first:
@@ -164,17 +164,17 @@ class Pipeline:
         carry = carry._replace(inputs=inputs, losses=result.losses)
         if carry.end_activations is not None:
             carry = self.write_end(carry, task, result, task.to_head)
-        return carry, self.transfer.send(result.message, 1)
+        return carry, self.transfer.send(result.to_send, 1)
 
     def forward_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
             y, _ = run()
-            return so_far._replace(message=transfer.pack(y), input=x, end_activation=y)
+            return so_far._replace(to_send=transfer.pack(y), input=x, end_activation=y)
         # The last chunk is not run ahead: its backward starts with its forward.
-        message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
-        return so_far._replace(message=message, input=x)
+        to_send = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
+        return so_far._replace(to_send=to_send, input=x)
 
     def evaluate_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
         x = self.task_input(task, x)
@@ -185,7 +185,7 @@ class Pipeline:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
         total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return so_far._replace(message=self.transfer.pack(y), input=x, losses=total)
+        return so_far._replace(to_send=self.transfer.pack(y), input=x, losses=total)
 
     def task_input(self, task: StageTask, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
@@ -205,7 +205,7 @@ class Pipeline:
         so_far = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
         so_far = so_far._replace(end_activation=jnp.zeros_like(self.activation_shape)) if self.breadth_first else so_far
         carry, result = self.run_task("backward", task, carry, partial(self.backward_task, task, carry), so_far)
-        carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
+        carry = carry._replace(gradient=result.to_send, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             carry = self.write_end(carry, task, result, task.from_embedding)
         return self.scatter_chunk(task, carry) if self.scatters_per_chunk else carry._replace(grads=result.grads)
@@ -229,9 +229,9 @@ class Pipeline:
                 chunk_grads = jax.tree.map(as_row_major, chunk_grads)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.periods_per_chunk)
-            grads = Parts(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
-        message, end_activation = self.transfer.pack(d_x), d_x if self.breadth_first else None
-        return TaskResult(message, None, losses, grads, chunk_grads, end_activation)
+            grads = SplitParams(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
+        to_send, end_activation = self.transfer.pack(d_x), d_x if self.breadth_first else None
+        return TaskResult(to_send, None, losses, grads, chunk_grads, end_activation)
 
     def head_vjp(self, task: StageTask, y: Array, d_y: Array, losses: Losses, rest: Tree) -> tuple[Losses, Array, Tree]:
         """(losses plus the head's, gradient of y, `rest` plus the head's gradients) where y goes to the head; otherwise
@@ -290,20 +290,20 @@ class Pipeline:
             params = self.gather_chunk(task.chunk + (1 if half == "forward" else -1))
             return run(so_far)._replace(next_params=params)
 
-        result = self.cond_in_place(f"{half}_stays_in_chunk", task.stays_in_chunk, run, idle)
+        result = self.cond_in_place(f"{half}_same_chunk_next", task.same_chunk_next, run, idle)
         result = result._replace(next_params=carry.next_params)
-        result = self.cond_in_place(f"{half}_leaves_chunk", task.leaves_chunk, run_and_gather, result)
+        result = self.cond_in_place(f"{half}_new_chunk_next", task.new_chunk_next, run_and_gather, result)
         next_params, params = result.next_params, carry.chunk_params
         # A copy: a TPU's compiler would copy the weights in every tick if they were gathered in their place.
-        params = self.cond_in_place(f"{half}_leaves_chunk", task.leaves_chunk, lambda _: next_params, params)
+        params = self.cond_in_place(f"{half}_new_chunk_next", task.new_chunk_next, lambda _: next_params, params)
         return carry._replace(chunk_params=params, next_params=next_params), result
 
     def load_chunk(self, half: str, task: StageTask, carry: Carry) -> Carry:
         """`carry` with the weights of the task's chunk gathered, where that is done per chunk, and not ahead."""
         if (params := carry.chunk_params) is None or self.plan.prefetch_chunks:
             return carry
-        name = f"{half}_loads_chunk"
-        params = self.cond_in_place(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)
+        name = f"{half}_new_chunk"
+        params = self.cond_in_place(name, task.new_chunk, lambda _: self.gather_chunk(task.chunk), params)
         return carry._replace(chunk_params=params)
 
     def scatter_chunk(self, task: StageTask, carry: Carry) -> Carry:
@@ -351,8 +351,8 @@ class Pipeline:
     ) -> Carry:
         """`carry` after the embedding or the head has run backward on its stage, for all microbatches.
 
-        select: takes from a Parts.rest what it reads.  run: (its params, those of them that are trained, its entry of
-        end_activations, microbatch) -> (losses, gradients of the trained ones, the new entry)."""
+        select: takes what it reads from SplitParams.rest.  run: (its params, those of them that are trained, its entry
+        of end_activations, microbatch) -> (losses, gradients of the trained ones, the new entry)."""
         params, total_grads = select(self.model.gathered.rest), select(carry.grads.rest)
         trained = subset_of(params, total_grads)
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), trained, total_grads)
@@ -374,8 +374,8 @@ class Pipeline:
         return carry._replace(losses=losses, end_activations=activations, grads=carry.grads._replace(rest=rest))
 
     def cond(self, name: str, predicate: Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
-        """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
-        that must not diverge."""
+        """lax.cond in a named scope that audit can find (ScheduleTable.execution_counts); a select if idle stages run,
+        for devices that must not diverge."""
         with jax.named_scope(f"when_{name}"):
             if not self.plan.run_idle_stages:
                 return lax.cond(predicate, true_fn, false_fn)
@@ -418,9 +418,9 @@ class Pipeline:
         slots = self.write(carry.end_activations, task.microbatch, result.end_activation, task.active & at_end)
         return carry._replace(end_activations=slots)
 
-    def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
+    def receive(self, half: str, slots: Array, slot: Array, received: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
         if not self.transfer.sends_unsplit:
-            unpack, zeros = partial(self.transfer.unpack, message), partial(jnp.zeros_like, self.activation_shape)
-            message = self.cond(f"{half}_receives", slot != IDLE, unpack, zeros)
-        return self.write(slots, slot, message)
+            unpack, zeros = partial(self.transfer.unpack, received), partial(jnp.zeros_like, self.activation_shape)
+            received = self.cond(f"{half}_receives", slot != IDLE, unpack, zeros)
+        return self.write(slots, slot, received)

@@ -87,7 +87,7 @@ class Schedule:
     def time(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Time of a step.  forward, backward: times of one microbatch through one stage.
 
-        A tick takes as long as its busiest stage: all stages wait for its messages."""
+        A tick takes as long as its busiest stage: all stages wait for what it sends."""
         busy = len(self.forward_order) + self.stages - 1  # ticks in which some stage runs forward; as many backward
         return (busy * forward + busy * backward) / self.chunks
 
@@ -110,7 +110,7 @@ class Schedule:
         return peaks
 
     @property
-    def messages(self) -> int:
+    def stage_sends(self) -> int:
         """Activations sent from one stage to the next in a step, and as many gradients back."""
         return self.microbatches * (self.chunks * self.stages - 1)
 
@@ -168,9 +168,9 @@ class TaskFields(NamedTuple, Generic[A]):
     input_slot: A  # holds its input
     output_grad_slot: A  # holds the gradient of its output
     receive_slot: A  # in which to put what a neighbour sends in this tick; IDLE for none
-    stays_in_chunk: A  # its chunk is that of the stage's next task, if there is one
-    loads_chunk: A  # its chunk differs from that of the stage's previous task
-    leaves_chunk: A  # its chunk differs from that of the stage's next task
+    same_chunk_next: A  # its chunk is that of the stage's next task, if there is one
+    new_chunk: A  # its chunk differs from that of the stage's previous task
+    new_chunk_next: A  # its chunk differs from that of the stage's next task
     first_of_chunk: A  # the stage's first backward task of its chunk, in time: gradients start at zero
     last_of_chunk: A  # and its last: they are complete
 
@@ -182,9 +182,9 @@ class TaskFields(NamedTuple, Generic[A]):
 
 FLAGS = (
     *("active", "from_embedding", "to_head"),
-    *("stays_in_chunk", "loads_chunk", "leaves_chunk", "first_of_chunk", "last_of_chunk"),
+    *("same_chunk_next", "new_chunk", "new_chunk_next", "first_of_chunk", "last_of_chunk"),
 )
-PER_TICK = ("active", "receives", "stays_in_chunk", "loads_chunk", "leaves_chunk", "last_of_chunk")
+PER_TICK = ("active", "receives", "same_chunk_next", "new_chunk", "new_chunk_next", "last_of_chunk")
 """Predicates of the interpreter's conditionals (Pipeline.cond) of every tick; the others are of active tasks alone."""
 
 
@@ -212,30 +212,30 @@ class ScheduleTable:
         halves = zip(("forward", "backward"), zip(*self.phases, strict=True), strict=True)
         return {name: sum(len(half.active) for half in phases if half) for name, phases in halves}
 
-    def runs(self, run_idle_stages: bool = False) -> dict[str, np.ndarray]:
-        """float [stages]: how often each predicate is true in a step, by name.
+    def execution_counts(self, run_idle_stages: bool = False) -> dict[str, np.ndarray]:
+        """float [stages]: the number of times that each predicate is true in a step, by name.
 
         run_idle_stages: then both branches run wherever a predicate is evaluated, as if it were always true."""
-        runs: dict[str, np.ndarray] = {}
+        counts: dict[str, np.ndarray] = {}
         for name, half in (("forward", self.forward), ("backward", self.backward)):
             true = {flag: (getattr(half, flag) & half.active).sum(0) for flag in FLAGS}
             for predicate, times in (true | {"receives": (half.receive_slot != IDLE).sum(0)}).items():
-                runs[f"{name}_{predicate}"] = np.full_like(times, self.ticks[name]) if run_idle_stages else times
+                counts[f"{name}_{predicate}"] = np.full_like(times, self.ticks[name]) if run_idle_stages else times
         first = np.arange(self.forward.active.shape[1]) == 0
         # Once per step, after a phase of a breadth-first schedule, for all microbatches.
         embedding, head = first | run_idle_stages, first[::-1] | run_idle_stages
-        return runs | {"embedding_of_all_microbatches": embedding, "head_of_all_microbatches": head}
+        return counts | {"embedding_of_all_microbatches": embedding, "head_of_all_microbatches": head}
 
-    def shares(self) -> dict[str, np.ndarray]:
+    def execution_fractions(self) -> dict[str, np.ndarray]:
         """float [stages]: the fraction of its evaluations in which each predicate is true."""
-        runs, shares = self.runs(), {}
-        for name, times in runs.items():
+        counts, fractions = self.execution_counts(), {}
+        for name, times in counts.items():
             half, predicate = name.split("_", 1)
             evaluated: Any = 1
             if half in self.ticks:
-                evaluated = self.ticks[half] if predicate in PER_TICK else np.maximum(runs[f"{half}_active"], 1)
-            shares[name] = times / evaluated
-        return shares
+                evaluated = self.ticks[half] if predicate in PER_TICK else np.maximum(counts[f"{half}_active"], 1)
+            fractions[name] = times / evaluated
+        return fractions
 
 
 @functools.lru_cache(maxsize=4)  # a plan asks for each several times; the longest takes a second
@@ -280,8 +280,8 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
     neighbours = zip([IDLE, *chunks[:-1]], [*chunks[1:], chunks[-1]], strict=True)
     for (tick, is_backward, chunk), (before, after) in zip(in_time, neighbours, strict=True):
         half = backward if is_backward else forward
-        half.loads_chunk[tick, stage] = chunk != before
-        half.leaves_chunk[tick, stage], half.stays_in_chunk[tick, stage] = chunk != after, chunk == after
+        half.new_chunk[tick, stage] = chunk != before
+        half.new_chunk_next[tick, stage], half.same_chunk_next[tick, stage] = chunk != after, chunk == after
     for chunk in range(s.chunks):
         of_chunk = [last for task, (_, last) in ticks.items() if task.chunk == chunk]
         backward.first_of_chunk[min(of_chunk), stage] = backward.last_of_chunk[max(of_chunk), stage] = True

@@ -12,7 +12,7 @@ class ScheduleCounts(NamedTuple):
 
     ticks: of the loops with a forward half, and of those with a backward half.  active: tasks in each half.  first,
     last: tasks that begin with the embedding, or end in the head.  received: tasks whose input, or whose output's
-    gradient, another stage sends.  chunk_loads, chunk_ends: how often a stage of a breadth-first schedule starts on
+    gradient, another stage sends.  new_chunks, chunk_ends: how often a stage of a breadth-first schedule starts on
     another chunk, forward and backward, and completes a chunk's gradients.  per_step: 1 / stages, for what only one
     stage runs once.  input_slots, output_grad_slots: of `ScheduleTable`."""
 
@@ -21,7 +21,7 @@ class ScheduleCounts(NamedTuple):
     first: float
     last: float
     received: float
-    chunk_loads: float
+    new_chunks: float
     chunk_ends: float
     per_step: float
     bubble: float
@@ -31,7 +31,7 @@ class ScheduleCounts(NamedTuple):
     def with_idle_stages(self) -> Self:
         """Counts where idle stages compute too, and discard the result: every tick runs all that it may."""
         n = self.ticks
-        return self._replace(active=n, first=n, last=n, received=2 * n, chunk_loads=2 * n, chunk_ends=n, per_step=1.0)
+        return self._replace(active=n, first=n, last=n, received=2 * n, new_chunks=2 * n, chunk_ends=n, per_step=1.0)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def schedule_counts(kind: Kind, stages: int, microbatches: int, chunks: int = 1)
         first=m / p,
         last=m / p,
         received=2 * m * (v * p - 1) / p,
-        chunk_loads=2 * v - 1,  # backward begins with the chunk that forward ended with
+        new_chunks=2 * v - 1,  # backward begins with the chunk that forward ended with
         chunk_ends=v,
         per_step=1 / p,
         bubble=(p - 1) / (v * m),

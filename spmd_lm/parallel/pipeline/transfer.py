@@ -20,17 +20,17 @@ class StageTransfer:
         (rows, sequence, width), n = activation.shape, plan.layout.model
         self.sends_unsplit = n == 1 or plan.sequence or sequence % n > 0
         self.shape, self.dtype = (rows, sequence if self.sends_unsplit else sequence // n, width), activation.dtype
-        self.stages, self.wraps, self.shards = plan.layout.pipe, wraps, plan.nontrivial_axes(MODEL)
+        self.stages, self.wraps, self.shards = plan.layout.pipe, wraps, plan.active_axes(MODEL)
 
     def zeros(self) -> Array:
         return jnp.zeros(self.shape, self.dtype)
 
     @jax.named_scope("messages")
-    def send(self, message: Array, by: int) -> Array:
+    def send(self, x: Array, by: int) -> Array:
         """Sends from stage s to stage s + by; returns what stage s - by sent here, or zeros."""
         stages = range(self.stages)
         pairs = [(s, (s + by) % self.stages) for s in stages if self.wraps or 0 <= s + by < self.stages]
-        return lax.ppermute(message, PIPE, pairs)
+        return lax.ppermute(x, PIPE, pairs)
 
     def pack(self, x: Array) -> Array:
         """Slices out this device's share of an activation."""
@@ -39,7 +39,7 @@ class StageTransfer:
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shards) * self.shape[1], self.shape[1], 1)
 
     @jax.named_scope("messages")
-    def unpack(self, message: Array) -> Array:
+    def unpack(self, received: Array) -> Array:
         """All-gathers an activation, of which each device of `model` has received its share."""
-        x = lax.all_gather(message, self.shards, axis=1, tiled=True)
+        x = lax.all_gather(received, self.shards, axis=1, tiled=True)
         return as_row_major(x)  # that of the slots it is written to
