@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime.devices import deepen_compiler_stacks
+from spmd_lm.runtime.compiler_workarounds import deepen_compiler_stacks
 
 
 class Tpu(NamedTuple):

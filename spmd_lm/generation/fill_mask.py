@@ -15,7 +15,7 @@ from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.generate import mask_logits
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.first_execution import exclusive_first_call
+from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.step.program import Program
 
 MASK = "[MASK]"  # in a text, whatever the vocabulary calls it

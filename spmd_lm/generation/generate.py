@@ -20,7 +20,7 @@ from spmd_lm.data.tokenizers.vocabulary import read_end_ids
 from spmd_lm.errors import ConfigError, DataError, NonFiniteError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.first_execution import exclusive_first_call
+from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.step.program import Program
 
 

@@ -180,11 +180,8 @@ class Norm(nnx.Module):
 
     def __init__(self, init: ParamInit):
         c = init.c
-        self.zero_centered, self.center, self.eps = (
-            c.norm_type == "zero_centered_rms",
-            c.norm_type == "layer",
-            c.norm_eps,
-        )
+        self.zero_centered, self.center = c.norm_type == "zero_centered_rms", c.norm_type == "layer"
+        self.eps = c.norm_eps
         self.scale = init.vector(1 - self.zero_centered, c.width, "width")
         self.bias = init.bias(c.width, "width", "norm") if self.center else None
 

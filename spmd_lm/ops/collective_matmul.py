@@ -22,6 +22,7 @@ from jax import Array, lax
 from spmd_lm.active_rules import active_axes
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops.collectives import all_gather, weight_gradient
+from spmd_lm.ops.compiler_workarounds import keep_apart
 from spmd_lm.ops.dense import dense
 
 TIME = 1  # the dimension of the sequence
@@ -76,7 +77,7 @@ def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered:
     if active_axes(SEQUENCE):
         axes = _ring_axes(name)
         shards = _shards_from(x, axes)
-        outputs = [dense(rows, _unmerged(w, k)) for k, rows in enumerate(shards)]
+        outputs = [dense(rows, keep_apart(w, k)) for k, rows in enumerate(shards)]
         gathered, output = (_concatenate(each, axes, ordered) for each in (shards, outputs))
     else:
         gathered, output = x, dense(x, w)
@@ -95,7 +96,7 @@ def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], na
 
     def addend(k: int) -> Array:
         rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * size, size, TIME)
-        return dense(rows, _unmerged(w, k), True)
+        return dense(rows, keep_apart(w, k), True)
 
     total = _sum_over(addend, axes)
     return total if active_axes(SEQUENCE) else all_gather(total, name, TIME)
@@ -110,12 +111,6 @@ def _ring_axes(name: str) -> tuple[str, ...]:
 
 def _side_by_side(arrays: Sequence[Array], dim: int) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, dim)
-
-
-def _unmerged(w: Array, k: int) -> Array:
-    """Hides from a GPU's compiler that matmul k has the same w as the others: it would merge them into one, which waits
-    for all shards.  Two barriers without k would be merged too."""
-    return lax.optimization_barrier((w, jnp.int32(k)))[0]
 
 
 # ---- the ring along mesh axes

@@ -10,19 +10,18 @@ collective, may be differentiated through."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.active_rules import active_axes, num_shards
 from spmd_lm.axes import SEQUENCE, TIME
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops import sharding_types
+from spmd_lm.ops.compiler_workarounds import plain_reduce_scatter
 from spmd_lm.ops.sharding_types import TypeOf
 
 
@@ -112,73 +111,9 @@ def gather_sequence(x: Array) -> Array:
 
 
 def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool = False) -> Array:
-    """Reduce-scatters x along `dim` over mesh axes, one after the other.
-
-    A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
-    size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory.  It also pads
-    most arrays along their first dimension, but few of those whose first dimension is twice the number of devices
-    (`padded_columns`): hence the reshape.  A shard of an odd number of rows gives each device one row instead of two,
-    which some topologies pad.  row_major: constrain x to row-major layout in memory, for arrays that would otherwise
-    inherit the layout of what produced them."""
-    ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
-    x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
-    for axis in axes:
-        x = _reduce_scatter_along(axis, x, dim, row_major)
-    return lax.expand_dims(x, ones)
-
-
-def as_row_major(x: Array) -> Array:
-    """`x`, constrained to row-major layout in memory."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def _reduce_scatter_along(axis: str, x: Array, dim: int, row_major: bool) -> Array:
-    devices, shape = lax.axis_size(axis), x.shape
-    x = x.reshape(_devices_first(shape, devices)) if dim == 0 else x
-    x = as_row_major(x) if row_major else x
-    shard = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return shard.reshape(shape[0] // devices, *shape[1:]) if dim == 0 else shard
-
-
-def _devices_first(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
-    """`shape` with two rows for each device, or one where its shard is odd, in a dimension of their own."""
-    if shape[0] <= 2 * devices:
-        return shape
-    rows = devices * math.gcd(2, shape[0] // devices)
-    return rows, shape[0] // rows, *shape[1:]
-
-
-WINDOW_TILES = 1824
-"""Tiles of 8 x 128 numbers that a TPU's compiler has room for in a reduce-scatter: a window of the shard for each
-device, and four more.  Measured for v4, v5e and v5p; a v6e has twice the room, a 7x more (docs/compilers.md)."""
-
-
-def padded_columns(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
-    """The columns, shape[-1] or up to 1/32 more, to which `shape` is padded so that a TPU's compiler makes plain
-    reduce-scatters of it along its first dimension, over axes of these sizes in turn.
-
-    XLA halves a device's shard until a window of it for each device, and four more, fit into WINDOW_TILES.  Where the
-    odd factor of the shard's tiles is too large for that, it pads the shard in a fused all-reduce-scatter, and moves
-    what is then out of place by a permute.  Where no number of columns in that range helps, the result is shape[-1]."""
-    columns = -(-shape[-1] // 128)
-    for padded in range(columns, columns + columns // 32 + 1):
-        if _halves_into_windows((*shape[:-1], 128 * padded), axis_sizes):
-            return shape[-1] if padded == columns else 128 * padded
-    return shape[-1]
-
-
-def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> bool:
-    """True if a shard of `shape`, scattered over these axes in turn, halves each time into windows that fit.  Its
-    columns are a multiple of 128."""
-    for devices in axis_sizes:
-        first, *others = _devices_first(shape, devices)
-        *outer, rows, columns = first // devices, *others  # of one device's shard
-        tiles = math.prod(outer) * -(-rows // 8) * (columns // 128)
-        window = tiles // (tiles & -tiles)  # the odd factor
-        if (devices + 4) * window > WINDOW_TILES:
-            return False
-        shape = (shape[0] // devices, *shape[1:])
-    return True
+    """Reduce-scatters x along `dim` over mesh axes, one after the other.  row_major: constrain x to row-major layout in
+    memory, for arrays that would otherwise inherit the layout of what produced them."""
+    return plain_reduce_scatter(x, axes, dim, row_major)
 
 
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:

@@ -28,6 +28,7 @@ from spmd_lm.ops.collectives import (
     reduce_scatter_or_psum,
     scale,
 )
+from spmd_lm.ops.compiler_workarounds import finish_in_forward
 from spmd_lm.ops.embedding import local_rows
 from spmd_lm.ops.softcap import softcap
 
@@ -248,8 +249,7 @@ def _loss_and_gradients(
     batch, time, width = h.shape
     parts = _in_chunks(h, targets, weights, table.shape[0], policy.tokens)
     start = jnp.zeros((), _logits_dtype(h)), accumulator(table, of_table), accumulator(bias, of_bias)
-    # XLA unrolls a loop over one chunk, and would compute the loss and d_table after backward, keeping the logits.
-    (loss, d_table, d_bias), d_h = lax.optimization_barrier(lax.scan(add_chunk, start, parts))
+    (loss, d_table, d_bias), d_h = finish_in_forward(lax.scan(add_chunk, start, parts))
     if of_h:
         d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
     d_table, d_bias = (None if d is None else d.astype(x.dtype) for d, x in ((d_table, table), (d_bias, bias)))

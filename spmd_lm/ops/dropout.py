@@ -9,7 +9,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
+
+from spmd_lm.ops.compiler_workarounds import compute_first
 
 KeyWords = tuple[Array, Array]  # a threefry key: two uint32 words
 
@@ -48,10 +50,8 @@ class DropoutKey:
         """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site."""
         run = threefry((_uint32(self.seed), _uint32(self.step)), _uint32(self.layer), _uint32(site))
         lane = _uint32(lane)
-        # A barrier, so that keys are computed before they are used: fused into the loops over entries, their rounds
-        # would be repeated for each row, and LLVM's vectorizer, in jax 0.12, takes time exponential in their number.
         rows = _uint32(self.sample_ids).reshape(-1, *(1,) * lane.ndim)
-        return lax.optimization_barrier(threefry(run, rows, lane))
+        return compute_first(threefry(run, rows, lane))
 
 
 def dropout(x: Array, rate: float, key: KeyWords, row: Array, column: Array) -> Array:

@@ -19,6 +19,7 @@ from spmd_lm.ops.collectives import (
     reduce_scatter_or_psum,
     shard_index,
 )
+from spmd_lm.ops.compiler_workarounds import late_zeros
 
 
 def local_rows(ids: Array, rows: int, name: str) -> tuple[Array, Array]:
@@ -49,8 +50,7 @@ def _table_gradient(table: Array, ids: Array, g: Array, name: str) -> Array:
         rows, in_shard = local_rows(ids, table.shape[0], name)
         g = jnp.where(in_shard[..., None], gather_sequence(g), 0)
     accum_dtype = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
-    # XLA makes constant zeros early, and keeps them.  No compiler removes 0 * g, which is NaN where g is not finite.
-    zeros = jnp.full(table.shape, 0 * g[(0,) * g.ndim], accum_dtype)
+    zeros = late_zeros(table.shape, g, accum_dtype)
     return zeros.at[rows].add(g.astype(accum_dtype)).astype(table.dtype)
 
 

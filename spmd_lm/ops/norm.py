@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.ops.collectives import broadcast_like, partial_sum
+from spmd_lm.ops.compiler_workarounds import saved_statistics
 
 
 def upcast(x: Array) -> Array:
@@ -36,8 +37,7 @@ def _forward(x, scale, bias, eps, center):
 
 def _backward(eps, center, saved, g):
     x, scale, bias, *statistics = saved
-    # Behind a barrier, or a GPU's compiler computes them again, and writes h for the product that follows.
-    mean, factor = lax.platform_dependent(statistics, cuda=lax.optimization_barrier, default=list)
+    mean, factor = saved_statistics(statistics)
     h, g = _normalized(x, mean, factor), upcast(g)
     d_scale = partial_sum(g * h, range(g.ndim - 1), gradient_of=scale).astype(scale.dtype)
     d_bias = None if bias is None else partial_sum(g, range(g.ndim - 1), gradient_of=bias).astype(bias.dtype)

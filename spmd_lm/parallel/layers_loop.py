@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.parallel import allocated_scan
+from spmd_lm.parallel.compiler_workarounds import complete_gradient, scan_into_allocated
 from spmd_lm.parallel.trees import Tree, drop_residuals
 from spmd_lm.period import BlockFn
 
@@ -118,7 +118,7 @@ class LayersLoop:
         """[layers, ...] as [remat blocks, layers of each, ...]; unchanged without remat blocks."""
         if (size := self.layers_per_remat_block) == 1:
             return stacks
-        return jax.tree.map(lambda w: _gradient_barrier(w).reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
+        return jax.tree.map(lambda w: complete_gradient(w).reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
 
     def _layers(self, stacks: Stacks) -> Any:
         """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list."""
@@ -135,7 +135,7 @@ class LayersLoop:
         if self.scan and not allocated:
             return lax.scan(step, carry, layers, reverse=reverse)
         if self.scan:
-            return allocated_scan.scan(step, carry, layers, reverse=reverse, allocated=True)
+            return scan_into_allocated(step, carry, layers, reverse=reverse)
         outputs = []
         for layer in reversed(layers) if reverse else layers:
             carry, y = step(carry, layer)
@@ -173,13 +173,3 @@ def _stack(matrices: list[Array]) -> Array:
     """jnp.stack(matrices).  Under sharding types that itself would sum gradients twice: jax 0.10.2 loses that its
     operands are unreduced."""
     return lax.concatenate([matrix[None] for matrix in matrices], 0)
-
-
-@jax.custom_vjp
-def _gradient_barrier(w: Array) -> Array:
-    """`w`, whose gradient is complete before anything reads it: a TPU's compiler would upcast all of it to add it to
-    the sum over microbatches, because of a reshape in between (docs/compilers.md)."""
-    return w
-
-
-_gradient_barrier.defvjp(lambda w: (w, None), lambda _, d_w: (lax.optimization_barrier(d_w),))

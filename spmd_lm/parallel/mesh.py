@@ -13,15 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd_lm.axes import (
-    BATCH_AXES,
-    MESH_AXES,
-    MODEL,
-    OUTERMOST_FIRST,
-    ZERO_AXES,
-    devices_along,
-    mesh_axes_of,
-)
+from spmd_lm.axes import BATCH_AXES, MESH_AXES, MODEL, OUTERMOST_FIRST, ZERO_AXES, devices_along, mesh_axes_of
 from spmd_lm.errors import LayoutError
 
 

@@ -36,7 +36,8 @@ from spmd_lm.config.adapters import CODED, SUFFIX
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
-from spmd_lm.ops.collectives import constrain, manual_region, padded_columns, psum_axes
+from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
+from spmd_lm.ops.compiler_workarounds import padded_columns
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.freeze import frozen_mask
 from spmd_lm.parallel.mesh import Layout

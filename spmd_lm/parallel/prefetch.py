@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.ops.collectives import zeros_like_gradient
-from spmd_lm.parallel import allocated_scan
+from spmd_lm.ops.compiler_workarounds import run_again
+from spmd_lm.parallel.compiler_workarounds import scan_into_allocated
 from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, tree_add
 from spmd_lm.period import BlockFn
@@ -109,7 +110,8 @@ class PrefetchedLayers:
 
         start = x, self.gather(index_layer(stacks.prefetched, 0))
         indices = jnp.arange(last, dtype=jnp.int32)
-        (x, prefetched), (losses, saved) = allocated_scan.scan(turn, start, indices, allocated=self.allocated)
+        scan = scan_into_allocated if self.allocated else lax.scan
+        (x, prefetched), (losses, saved) = scan(turn, start, indices)
         x, losses_of_last, saved_of_last = layer(x, prefetched, jnp.int32(last))
         losses = jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)
         return (x, losses), Saved(saved, saved_of_last) if save else None
@@ -118,11 +120,10 @@ class PrefetchedLayers:
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
     ) -> tuple[Tree, Array]:
         """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
-        # XLA must gather again the weights and activations that forward has gathered outside of its loop, and not hold
-        # them.  In two barriers: a single one exposes scatters on a TPU (docs/compilers.md).
-        shards, (d_x, d_losses) = lax.optimization_barrier((shards, g))
-        saved = lax.optimization_barrier(saved)
-        (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
+        # Weights and activations that forward has gathered outside of its loop.  In two: a single barrier exposes
+        # scatters on a TPU (benchmarks/overlap.py; docs/compilers.md).
+        shards, (d_x, d_losses) = run_again(shards, g)
+        (residuals, rebuild), (residuals_of_last, rebuild_last) = run_again(*saved)
         stacks, last = self._split(shards), _layers(shards) - 1
 
         def gather_prefetched(i: Array | int) -> Tree:

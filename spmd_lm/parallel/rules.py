@@ -15,18 +15,8 @@ Table = Mapping[str, tuple[str, ...]]
 """Mesh axes by dimension name, outermost first."""
 
 PARAMETER_NAMES = (
-    "layers",
-    "position",
-    "type",
-    *ZERO_DIMS,
-    "heads",
-    "kv_heads",
-    "head_width",
-    "rank",
-    "mlp",
-    "vocab",
-    "feature",
-    "label",
+    *("layers", "position", "type", *ZERO_DIMS, "heads", "kv_heads", "head_width", "rank"),
+    *("mlp", "vocab", "feature", "label"),
 )
 NAMES = ("batch", TIME, SEQUENCE, *ZERO_DIMS.values(), *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import ZERO_DIMS, ZERO_WIDTH, DimNames, is_dim_names
-from spmd_lm.ops.collectives import as_row_major, reduce_scatter
+from spmd_lm.ops.collectives import reduce_scatter
+from spmd_lm.ops.compiler_workarounds import as_row_major, run_again
+from spmd_lm.parallel.compiler_workarounds import after, map_over_layers, scattered_before
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
 
 Frequency = Literal["never", "step", "chunk", "layer"]
@@ -119,7 +121,7 @@ def scatter(
     layer by layer.  All stacks in one loop: independent loops whose collectives have the same devices run beside each
     other on a CPU, and take each other's places.
 
-    in_order: make each scatter wait for the one before it, as a CPU needs (`_after`).  Elsewhere that would expose them
+    in_order: make each scatter wait for the one before it, as a CPU needs (`after`).  Elsewhere that would expose them
     (docs/adr/0024)."""
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
@@ -141,43 +143,16 @@ def scatter(
     for layers in dict.fromkeys(leaves[i].shape[0] for i in stacks):
         alike = [i for i in stacks if leaves[i].shape[0] == layers]
         first, *others = (leaves[i] for i in alike)
-        grads = [_after(last, first) if in_order else first, *others]
-        for i, g in zip(alike, _map_over_layers(functools.partial(scatter_layer, alike), grads), strict=True):
+        grads = [after(last, first) if in_order else first, *others]
+        for i, g in zip(alike, map_over_layers(functools.partial(scatter_layer, alike), grads), strict=True):
             leaves[i] = last = g
     for i, each in enumerate(leaf_names):
         if i not in sharded:
             leaves[i] = leaves[i].astype(dtype)
         elif i not in stacks:
             g = leaves[i].astype(dtype)
-            leaves[i] = last = scatter_leaf(each, _after(last, g) if in_order else g)
+            leaves[i] = last = scatter_leaf(each, after(last, g) if in_order else g)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _after(first: Array | None, x: Array) -> Array:
-    """`x`, with a dependence on `first` that no compiler removes: it is NaN where an element of that is not finite.
-
-    Nothing else orders a collective and a loop with others over the same devices, and on a CPU they then take each
-    other's places: XLA aborts in its rendezvous (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
-    return x if first is None else x + 0 * first[(0,) * first.ndim].astype(x.dtype)
-
-
-def _map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]) -> list[Array]:
-    """lax.map(f, stacks), where each result fits into its argument.
-
-    lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
-    of the step.  So they are written into a slice of each stack."""
-    results = jax.eval_shape(f, [stack[0] for stack in stacks])
-    layers = stacks[0].shape[0]
-    parts = [
-        lax.slice(stack, (0,) * stack.ndim, (layers, *result.shape)).astype(result.dtype)
-        for stack, result in zip(stacks, results, strict=True)
-    ]
-
-    def write(i: Array, parts: list[Array]) -> list[Array]:
-        layer = f([lax.dynamic_index_in_dim(stack, i, keepdims=False) for stack in stacks])
-        return [lax.dynamic_update_index_in_dim(part, g, i, 0) for part, g in zip(parts, layer, strict=True)]
-
-    return lax.fori_loop(0, layers, write, parts)
 
 
 def with_gathered_weights(
@@ -217,12 +192,12 @@ def with_gathered_weights(
     def backward(saved, g):
         shards, weights, residuals, rebuild, d_extra = saved
         if weights is None:
-            shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
+            shards, g = run_again(shards, g) if prevent_cse else (shards, g)
             weights = gather(shards)
         d_weights, *rest = rebuild(residuals, weights)(g)
         d_x = rest[0] if differentiate_x else None
         d_dummies = scatter(d_weights)
-        d_dummies, d_x = lax.optimization_barrier((d_dummies, d_x)) if scatter_first else (d_dummies, d_x)
+        d_dummies, d_x = scattered_before(d_dummies, d_x) if scatter_first else (d_dummies, d_x)
         return d_dummies, None, None, d_x, *d_extra
 
     run.defvjp(forward, backward)

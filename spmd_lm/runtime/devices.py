@@ -9,8 +9,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime.channels import number_channels
 from spmd_lm.runtime.compilation_cache import use_compilation_cache
+from spmd_lm.runtime.compiler_workarounds import (
+    deepen_compiler_stacks,
+    enlarge_thread_pool,
+    number_channels,
+    run_in_order,
+)
 from spmd_lm.runtime.gpu_memory import allocated_share
 from spmd_lm.runtime.launchers import detect_process
 from spmd_lm.runtime.outputs import print_line
@@ -22,19 +27,8 @@ if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
 
 FLAG = "--xla_force_host_platform_device_count"
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""Avoids XLA's other scheduler, with which two scatters of one group may meet and end the process (`rendezvous.h: Check
-failed: id < num_threads`): ZeRO-1 of 7M parameters with two microbatches, data 4 x model 2, in 12 of 12 starts with jax
-  0.10.2 and 0.12 that compiled it; with this one in none of 6.  Steps take as long.  Separate channels help too
-  (runtime/channels.py), but collectives between processes have none."""
-
-COMPILER_STACKS = "--undefok=fibers_default_thread_stack_size --fibers_default_thread_stack_size=1048576"
-"""Bytes of stack for each of libtpu's compiler threads.  Its default is too small for its cost model of nested matmul
-fusions (SIGSEGV in CalculateClassicWindowCost): GPTs of 4 layers of 1024, context 256, with remat.policy=full; 131072
-suffice there (libtpu 0.0.42.1).  A libtpu that does not know the flag ignores it."""
-
-MOST_SIMULATED = 512  # per process: these take 5 s and 0.7 GiB to start
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # jax's own signs of a GPU
+MOST_SIMULATED = 512  # by one process: these take 5 s and 0.7 GiB to start
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # by which jax itself knows that there is one
 
 
 def set_up_devices(config: "RunConfig") -> "RunConfig":
@@ -101,13 +95,9 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
             "any number of them, and audit --topology accelerators that are not here."
         )
     flags = re.sub(rf"{FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
-    in_order = [] if any(flag.startswith(IN_ORDER.partition("=")[0]) for flag in flags) else [IN_ORDER]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *in_order, f"{FLAG}={local_devices}"])
+    os.environ["XLA_FLAGS"] = " ".join([*run_in_order(flags), f"{FLAG}={local_devices}"])
     use_cpu_alone()
-    # XLA's CPU client sizes its thread pool by NPROC, else by the cores.  A collective holds threads of that pool for
-    # every device until the last one has joined: with 8 devices on 2 cores and jax 0.10.2, 4 of 4 runs deadlocked
-    # within 4,000 steps; with NPROC at 16 or 64 none did.
-    os.environ.setdefault("NPROC", str(max(4 * local_devices, 64)))
+    enlarge_thread_pool(local_devices)
 
     jax = sys.modules.get("jax")
     number_channels()  # imports jax, which may still be set up
@@ -118,13 +108,6 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
                 f"run.simulate_devices={devices}: jax already runs on {present} device(s). "
                 "Simulate devices before the first use of jax, or in a new process."
             )
-
-
-def deepen_compiler_stacks() -> None:
-    """Sets flags that a TPU's compiler reads when it is loaded; the user's come last, and win."""
-    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if COMPILER_STACKS not in arguments:
-        os.environ["LIBTPU_INIT_ARGS"] = f"{COMPILER_STACKS} {arguments}".rstrip()
 
 
 def use_cpu_alone() -> None:

@@ -30,9 +30,7 @@ class LossScale:
 
     scale: Any  # float32, of the next step's loss
     growth_tracker: Any  # int32, clean steps since the last overflow or doubling
-    hysteresis_tracker: (
-        Any  # int32, overflows left before the first that halves the scale; at 0 and below each one does
-    )
+    hysteresis_tracker: Any  # int32, overflows left before the first that halves the scale; at 0 and below each does
     skipped: Any  # int32, steps skipped so far
 
 

@@ -58,13 +58,8 @@ def check_own_modules(config: RunConfig, modules: ModelModules, plan: Plan) -> s
 def _one_period(config: RunConfig, shards: int) -> RunConfig:
     """A run of one row, of a model with one period, without dropout."""
     m, rows = config.model, config.objective.rows_per_example
-    sizes = {
-        "layers": len(m.kinds),
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention": "xla",
-        "share_layers": False,
-    }
+    sizes = {"layers": len(m.kinds), "attention": "xla", "share_layers": False}
+    sizes |= {"dropout": 0.0, "attention_dropout": 0.0}
     dtype = "float64" if config.precision.params == "float64" else "float32"
     dtypes = dict.fromkeys(("params", "compute", "reduce"), dtype) | {"loss_scale": "none"}
     parallel = Parallel(data=1, model=shards, sequence=config.parallel.sequence, partitioner="manual")

@@ -23,7 +23,7 @@ from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, subset_of
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
-from spmd_lm.runtime.first_execution import exclusive_first_call
+from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale

@@ -109,7 +109,7 @@ class Calibration:
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (len(self.devices) * shape[0], *shape[1:])
 
-    def _random(self, shape: tuple[int, ...]) -> Array:
+    def random_array(self, shape: tuple[int, ...]) -> Array:
         """Normal, with variance 1 / its last dimension, so that such products neither grow nor vanish."""
         make = jax.jit(
             lambda key: jax.random.normal(key, self._global_shape(shape), self.dtype) / shape[-1] ** 0.5,

@@ -1,6 +1,8 @@
 """What layers of several kinds cost: means of what adds up, the most of what is held one after the other."""
 
 import pytest
+from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.work import layer_seconds
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import memory
@@ -8,8 +10,6 @@ from spmd_lm.cost_model.activations import layer_activations
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.kernels import Kernels
-from spmd_lm.cost_model.systems import find_system
-from spmd_lm.cost_model.work import layer_seconds
 from spmd_lm.planning.preflight import fused_attention_flops
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, make_config

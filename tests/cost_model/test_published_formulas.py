@@ -1,8 +1,8 @@
 """The papers' tables, to the digits that they print."""
 
 import pytest
-
 from spmd_lm.cost_model.published_formulas import Sizes, bubble, microbatches_in_flight, state_bytes, training_days
+
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 
 # arXiv:2104.04473, table 1: billions of parameters, width, layers, heads, devices, batch, TFLOP/s, PFLOP/s in all

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from spmd_lm.cost_model.systems import find_system
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,8 @@ import math
 
 import jax
 import pytest
+from spmd_lm.cost_model.megatron_collectives import megatron_collectives
+from spmd_lm.cost_model.systems import System, all_systems, find_system
 
 from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.analysis.hlo import HloModule
@@ -15,9 +17,7 @@ from spmd_lm.cost_model import step_time
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import GIB, Latency, Products, find_hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
-from spmd_lm.cost_model.megatron_collectives import megatron_collectives
 from spmd_lm.cost_model.step_time import predict_step
-from spmd_lm.cost_model.systems import System, all_systems, find_system
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.resolve import abstract_plan

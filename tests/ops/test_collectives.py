@@ -13,7 +13,6 @@ from spmd_lm.ops.collectives import (
     gather_sequence,
     global_indices,
     local_slice,
-    padded_columns,
     pmax,
     psum,
     reduce_from_region,
@@ -21,6 +20,7 @@ from spmd_lm.ops.collectives import (
     reduce_scatter_or_psum,
     shard_index,
 )
+from spmd_lm.ops.compiler_workarounds import padded_columns
 from spmd_lm.parallel.mesh import Layout, make_mesh
 
 RULES = {"batch": (), "heads": ("model",), "both": ("data", "model"), "alone": ("pipe",), "sequence": ()}

@@ -17,7 +17,8 @@ from spmd_lm.config.load import load
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.collectives import WINDOW_TILES, padded_columns, reduce_scatter
+from spmd_lm.ops.collectives import reduce_scatter
+from spmd_lm.ops.compiler_workarounds import WINDOW_TILES, padded_columns
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from spmd_lm.cost_model.systems import find_system
 
 import spmd_lm
 from spmd_lm import api
@@ -18,7 +19,6 @@ from spmd_lm.config.schema import Run
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.step_time import predict_step
-from spmd_lm.cost_model.systems import find_system
 from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
 from spmd_lm.planning.plan_report import plan_on

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.runtime.channels import number_channels
+from spmd_lm.runtime.compiler_workarounds import number_channels
 from tests.helpers import make_config, program
 
 COLLECTIVES = {

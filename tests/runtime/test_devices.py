@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from spmd_lm.runtime.devices import COMPILER_STACKS, IN_ORDER, deepen_compiler_stacks
+from spmd_lm.runtime.compiler_workarounds import COMPILER_STACKS, IN_ORDER, deepen_compiler_stacks
 
 
 def run(code: str, **environment: str) -> str:

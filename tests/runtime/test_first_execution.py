@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_lm.runtime.first_execution import exclusive_first_call
+from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 
 
 class Array:

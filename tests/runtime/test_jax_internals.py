@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd_lm
-from spmd_lm.runtime import channels, compilation_cache, jax_internals
+from spmd_lm.runtime import compilation_cache, compiler_workarounds, jax_internals
 from tests import processes
 
 PACKAGE = Path(spmd_lm.__file__).parent
@@ -97,4 +97,4 @@ def test_the_compilation_cache_is_asked_for_every_program(monkeypatch):
 def test_collectives_have_lowering_rules(name):
     """tests/runtime/test_channels.py has them replaced."""
     (entry,) = [entry for each, entry in jax_internals.lowerings.items() if each.name == name]
-    assert name in channels.COLLECTIVES and callable(entry.rule)
+    assert name in compiler_workarounds.COLLECTIVES and callable(entry.rule)

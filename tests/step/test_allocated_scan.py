@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from spmd_lm.parallel import allocated_scan
+from spmd_lm.parallel import compiler_workarounds
 from spmd_lm.step import train_step
 from spmd_lm.step.program import Program
 from tests.helpers import FLOAT32, degrees, make_config, train_steps, trained_reference
@@ -34,14 +34,14 @@ def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):
     """Arrays of NaN, in a step made as for a GPU, change nothing."""
     layers = 4 if "pipe" in parallel else 3
     config = make_config(model={"layers": layers}, parallel={"data": 1} | parallel, optim={"eps": 1e-6})
-    model_fns, allocate, allocated = train_step.model_fns, allocated_scan._allocate, []
+    model_fns, allocate, allocated = train_step.model_fns, compiler_workarounds._allocate, []
 
     def filled(length, entry):
         allocated.append(entry.shape)
         return lax.full_like(allocate(length, entry), jnp.nan if jnp.issubdtype(entry.dtype, jnp.inexact) else 1)
 
     monkeypatch.setattr(train_step, "model_fns", lambda *args, **keys: model_fns(*args, **keys | {"allocated": True}))
-    monkeypatch.setattr(allocated_scan, "_allocate", filled)
+    monkeypatch.setattr(compiler_workarounds, "_allocate", filled)
     got = train_steps(Program(config, jax.devices()[: degrees(config).devices]))
     assert allocated
     assert_same_run(got, trained_reference(config.model_copy(update={"parallel": make_config().parallel})))

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from spmd_lm.axes import PIPE
-from spmd_lm.ops.collectives import as_row_major
+from spmd_lm.parallel.compiler_workarounds import as_loop_reads, update_if
 from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, TaskFields, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
@@ -225,8 +225,7 @@ class Pipeline:
         losses = tree_add_subset(losses, layer_losses)
         if self.scatters_per_chunk:
             chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
-            if self.plan.platform == "tpu":  # whose compiler would copy whole stacks for the loop that scatters them
-                chunk_grads = jax.tree.map(as_row_major, chunk_grads)
+            chunk_grads = as_loop_reads(chunk_grads, self.plan.platform)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.periods_per_chunk)
             grads = SplitParams(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
@@ -382,19 +381,12 @@ class Pipeline:
             return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), true_fn(), false_fn())
 
     def cond_in_place(self, name: str, predicate: Array, update: Callable[[T], T], value: T) -> T:
-        """update(value) if `predicate` holds, otherwise `value`; for large values.
-
-        A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
-        loop's carry in place: hence a loop of one iteration or none.  A TPU's updates both in place, and needs less
-        memory around a conditional."""
+        """update(value) if `predicate` holds, otherwise `value`; for large values.  A TPU's compiler updates both of
+        these in place, and needs less memory around a conditional."""
         if self.plan.run_idle_stages or self.plan.platform == "tpu":
             return self.cond(name, predicate, lambda: update(value), lambda: value)
-
-        def once(carry: tuple[Array, T]) -> tuple[Array, T]:
-            return jnp.zeros_like(predicate), update(carry[1])
-
         with jax.named_scope(f"when_{name}"):
-            return lax.while_loop(lambda carry: carry[0], once, (predicate, value))[1]
+            return update_if(predicate, update, value)
 
     # ---- microbatches and slots
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import MODEL, PIPE
-from spmd_lm.ops.collectives import as_row_major
+from spmd_lm.ops.compiler_workarounds import as_row_major
 from spmd_lm.parallel.plan import Plan
 
 

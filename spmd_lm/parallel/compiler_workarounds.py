@@ -1,0 +1,116 @@
+"""Workarounds for XLA's compilers in loops, pipelines and ZeRO: symptom, compiler, what is done, and what sees it.
+
+Seen with jax 0.10.2 to 0.12, unless a version is named; docs/compilers.md has the facts.  No value changes."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding
+
+from spmd_lm.ops.compiler_workarounds import as_row_major
+from spmd_lm.parallel.trees import Tree
+
+Updated = TypeVar("Updated")
+
+
+def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool = False) -> tuple[Tree, Any]:
+    """lax.scan(step, carry, xs, reverse=reverse), which cannot be differentiated.
+
+    lax.scan writes its outputs into zeros.  For GPUs XLA makes one array of zeros for all outputs of a shape, and
+    copies it for each of them whenever the loop begins: a ninth of what a step of GPT-2 124M under ZeRO-3 moves through
+    a GPU's memory.  Here they are written into arrays that a GPU allocates, but does not fill.
+    tests/step/test_allocated_scan.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
+    treedef = None
+
+    def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, list[Array]]:
+        nonlocal treedef
+        carry, y = step(carry, x)
+        leaves, treedef = jax.tree.flatten(y)
+        return carry, leaves
+
+    def turn(carry: tuple[Tree, list[Array]], entry: tuple[Array, Tree]) -> tuple[tuple[Tree, list[Array]], None]:
+        (inner, stacks), (i, x) = carry, entry
+        inner, new = step_of_leaves(inner, x)
+        return (inner, [lax.dynamic_update_index_in_dim(s, y, i, 0) for s, y in zip(stacks, new, strict=True)]), None
+
+    length = jax.tree.leaves(xs)[0].shape[0]
+    _, shapes = jax.eval_shape(step_of_leaves, carry, jax.tree.map(lambda x: x[0], xs))
+    stacks = [_allocate(length, y) for y in shapes]
+    (carry, stacks), _ = lax.scan(turn, (carry, stacks), (jnp.arange(length, dtype=jnp.int32), xs), reverse=reverse)
+    assert treedef is not None
+    return carry, jax.tree.unflatten(treedef, stacks)
+
+
+def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:
+    """A stack of `length` entries, sharded as each of them is; of any values on a GPU or TPU, zeros on a CPU."""
+    sharding = entry.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=sharding.spec.update(partitions=(None, *sharding.spec.partitions)))
+    return lax.empty((length, *entry.shape), entry.dtype, out_sharding=sharding)
+
+
+def map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]) -> list[Array]:
+    """lax.map(f, stacks), where each result fits into its argument.
+
+    lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
+    of the step.  So they are written into a slice of each stack.  tests/planning/test_audit.py sees the peak."""
+    results = jax.eval_shape(f, [stack[0] for stack in stacks])
+    layers = stacks[0].shape[0]
+    slices = [
+        lax.slice(stack, (0,) * stack.ndim, (layers, *result.shape)).astype(result.dtype)
+        for stack, result in zip(stacks, results, strict=True)
+    ]
+
+    def write(i: Array, slices: list[Array]) -> list[Array]:
+        layer = f([lax.dynamic_index_in_dim(stack, i, keepdims=False) for stack in stacks])
+        return [lax.dynamic_update_index_in_dim(x, g, i, 0) for x, g in zip(slices, layer, strict=True)]
+
+    return lax.fori_loop(0, layers, write, slices)
+
+
+def after(first: Array | None, x: Array) -> Array:
+    """x, after `first` is there: NaN where an element of that is not finite, so that no compiler removes it.
+
+    On a CPU nothing else orders a collective and a loop with others over the same devices, and they take each other's
+    places: XLA aborts in its rendezvous (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
+    return x if first is None else x + 0 * first[(0,) * first.ndim].astype(x.dtype)
+
+
+def scattered_before(grads: Tree, d_x: Any) -> tuple[Tree, Any]:
+    """Scattered gradients of weights, and that of x, with which backward continues.
+
+    XLA would put scatters off, and hold unsharded gradients meanwhile.  A barrier in front of the rest of backward
+    prevents that.  tests/planning/test_audit.py sees the peak."""
+    return lax.optimization_barrier((grads, d_x))
+
+
+@jax.custom_vjp
+def complete_gradient(w: Array) -> Array:
+    """w, whose gradient is complete before anything reads it.
+
+    A TPU's compiler would upcast all of it to add it to the sum over microbatches, because of a reshape in between.  A
+    barrier prevents that (docs/compilers.md)."""
+    return w
+
+
+complete_gradient.defvjp(lambda w: (w, None), lambda _, d_w: (lax.optimization_barrier(d_w),))
+
+
+def update_if(predicate: Array, update: Callable[[Updated], Updated], value: Updated) -> Updated:
+    """lax.cond(predicate, update, lambda value: value, value), for large values.
+
+    A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
+    loop's carry in place: hence a loop of one iteration or none."""
+
+    def once(carry: tuple[Array, Updated]) -> tuple[Array, Updated]:
+        return jnp.zeros_like(predicate), update(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], once, (predicate, value))[1]
+
+
+def as_loop_reads(stacks: Tree, platform: str) -> Tree:
+    """Stacks of gradients for the loop that scatters them, for which a TPU's compiler would copy all of them."""
+    return jax.tree.map(as_row_major, stacks) if platform == "tpu" else stacks
