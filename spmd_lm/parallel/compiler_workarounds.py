@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.ops.compiler_workarounds import as_row_major
+from spmd_lm.ops.sharding_types import is_explicit, manual_region
 from spmd_lm.parallel.trees import Tree
 
 Updated = TypeVar("Updated")
@@ -45,11 +47,17 @@ def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool 
 
 
 def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:
-    """A stack of `length` entries, sharded as each of them is; of any values on a GPU or TPU, zeros on a CPU."""
-    sharding = entry.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = sharding.update(spec=sharding.spec.update(partitions=(None, *sharding.spec.partitions)))
-    return lax.empty((length, *entry.shape), entry.dtype, out_sharding=sharding)
+    """A stack of `length` entries, sharded as each of them is; of any values on a GPU or TPU, zeros on a CPU.
+
+    Where arrays are global each device allocates its shard: XLA's partitioner would allocate the whole array on all
+    devices, and slice it.  tests/step/test_allocated_scan.py sees that."""
+    if not is_explicit():
+        return lax.empty((length, *entry.shape), entry.dtype)
+    spec, shard = P(*[None] * len(entry.shape)), entry.shape
+    if isinstance(entry.sharding, NamedSharding):  # scalars have none
+        spec, shard = entry.sharding.spec, entry.sharding.shard_shape(entry.shape)
+    stacked = spec.update(partitions=(None, *spec.partitions))
+    return manual_region(lambda: lax.empty((length, *shard), entry.dtype), stacked)()
 
 
 def map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]) -> list[Array]:
