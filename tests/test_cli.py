@@ -352,6 +352,7 @@ def test_an_interrupt_prints_nothing(capsys, work):
             "tokens=-5: ask for 1 to 1,000,000",
         ),  # before it looks for a run
         (["train", DEBUG, "train.eval_every=1", "--seeds", str(2**31 - 1)], "--seeds 2147483647: at most 10,000"),
+        (["train", DEBUG, "--seeds", "2", "--fallback"], "--fallback is of one run. Leave it or --seeds out."),
         (["train", DEBUG, "--devices", str(2**31 - 1)], "run.simulate_devices: "),
         (["plan", DEBUG, "--devices", str(10**30)], "run.simulate_devices: "),
         (["plan", DEBUG, "--top", str(10**12)], "expected a whole number from 0 to 2,147,483,647"),

@@ -1,4 +1,4 @@
-"""The arrays of a state as a checkpoint has them, by path, in canonical shapes; and differences between two states."""
+"""Shapes and dtypes of a checkpoint's arrays, by path, and how those of two states differ."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ MAX_LINES = 50  # about differences between states
 
 
 def present_fields(state: Tree) -> dict[str, Tree]:
-    """A state's fields that are not None: orbax would write these too, and require them on restore."""
+    """A state's fields without the Nones, which orbax would also write, and require on restore."""
     if isinstance(state, dict):
         return state
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
@@ -41,7 +41,7 @@ def saved_shapes(record: CheckpointRecord) -> Shapes:
 
 
 def one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
-    """Raises CheckpointError if it is larger than this host's memory."""
+    """Restore target for one leaf; CheckpointError if it exceeds this host's memory."""
     memory = memory_bytes()
     if (size := record.leaves[path].size) > memory:
         what = f"{format_bytes(size)}, more than the {format_bytes(memory)} of memory here"
@@ -66,9 +66,8 @@ def moment_of(path: str) -> str:
 
 
 def changed_moments(saved: Shapes, expected: Shapes) -> tuple[list[str], list[str]]:
-    """(new, unread): parameters with moments only in `expected`, and only in `saved`, if a change of frozen parameters
-    explains it.  Empty if the optimizers keep different moments, or either state has only some of a parameter's
-    moments."""
+    """(new, unread): parameters unfrozen since `saved`, with moments only in `expected`; and frozen since, only in
+    `saved`.  Both empty if the optimizers keep different moments, or if a state has only some of a parameter's."""
     parameters = {path.removeprefix("params.") for path in saved.keys() & expected.keys() if path.startswith("params.")}
     then, now = ([path for path in shapes if moment_of(path) in parameters] for shapes in (saved, expected))
     trees, others = ({path.removesuffix(moment_of(path)) for path in each} for each in (then, now))

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint, if it fits the config: the saved config is compared with today's, key by key."""
+"""Reads a run's newest checkpoint, and checks that today's config, vocabulary and data still fit it."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -43,7 +43,7 @@ def warn(line: str) -> None:
 
 
 def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Checkpointer:
-    """The checkpoints of a run; only its own, if its status.json names it."""
+    """Checkpoints of the run_id in status.json; all if it has none."""
     run_id = ""
     with suppress(CheckpointError):  # a status of another version
         status = Status.read(run)
@@ -54,8 +54,8 @@ def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Che
 def newest_readable(
     checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool, attempts: int = 5
 ) -> Result:
-    """The result of `read` for the newest step; with fallback, for the newest undamaged step.  Raises CheckpointError
-    if there is none, or it is damaged.  Writes nothing."""
+    """Result of `read` for the newest step; with fallback, the newest undamaged.  CheckpointError if there is none.
+    attempts: retries if a running job deletes it."""
     steps = sorted(set.intersection(*map(set, allgather_objects("steps", checkpoints.steps()))))
     if not steps:
         damaged = describe_damage(checkpoints.directory)
@@ -85,8 +85,8 @@ def _advice(checkpoints: Checkpointer, damaged: int) -> str:
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:
-    """Differences between the saved config of the run in `directory` and today's that leave its state usable, a line
-    each.  Raises CheckpointError if the model differs, and ConfigError for a changed file of a user's module."""
+    """Compares the saved config of the run in `directory` with today's; returns a line per allowed difference.  Raises
+    CheckpointError if the model differs, and ConfigError if a user's module was changed."""
     changes = _changes(saved, config)
     _check_modules(saved, config, changes.keys(), directory)
     if config.get("data", {}).get("tokenizer") == str(saved_tokenizer(directory)):
@@ -114,7 +114,7 @@ def _check_modules(saved: Config, config: Config, changed: Collection[str], dire
 
 
 def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:
-    """Raises ConfigError if the vocabulary is not that of the run in `directory`, whose ids its model has learned.
+    """Raises ConfigError if config's vocabulary is not the one that the run in `directory` was trained with.
     meta: of the checkpoint; None before the first step.  Older versions do not store the vocabulary: then it is the one
       saved in `directory`, or bytes."""
     if not isinstance(config.data, Data):
@@ -142,7 +142,7 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
 
 
 READ_KEYS = (("model.width", int), ("model.context", int), ("objective.kind", str), ("train.log_every", int))
-"""Keys of a saved config that are used beyond its comparison with today's, and their types; None means 0 or ''."""
+"""Keys that a saved config must have, and their types, because code reads them; 0 and '' count as missing."""
 
 
 def check_saved_config(saved: Config, directory: Path) -> None:
@@ -188,8 +188,8 @@ def _rules_of_run(config: RunConfig) -> int:
 
 
 def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:
-    """Messages about data that changed since a checkpoint was saved; imported checkpoints have seen none.
-    fingerprint, name: of today's data.  Raises DataError unless data.allow_change is set."""
+    """A message if the data changed since the checkpoint; DataError instead, unless data.allow_change.  Nothing if no
+    data was read, as after import.  fingerprint, name: of today's data."""
     saved = meta["data"]["fingerprint"]
     if not meta["data"]["samples"] or saved == fingerprint:
         return []
@@ -201,8 +201,8 @@ def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> li
 
 
 def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
-    """Raises CheckpointError if a run cannot be initialized from the one in `directory`.  The context may be shorter
-    and the objective differ; the rest of the model must be the same."""
+    """Raises CheckpointError if a run cannot be initialized from the one in `directory`.  Only `model` is compared: a
+    shorter context and other COMPUTATION_KEYS are allowed."""
     changes = _changes(saved, config)
     differ = _select(changes, ("model",), (*COMPUTATION_KEYS, "model.context"))
     if saved["model"]["context"] < config["model"]["context"]:
@@ -227,8 +227,8 @@ def _changes(saved: Config, config: Config) -> dict[str, str]:
 
 
 def _meant(config: Config) -> Config:
-    """Effective values: sizes that default to multiples of others, which an imported model sets explicitly; and modules
-    of the user's, wherever their files are."""
+    """Effective values of some keys: sizes whose default is a multiple of another, and users' modules, by name and hash
+    without the path."""
     modules = {key: ModuleRef.parse(text)[1:] for key, text in config.items() if key.endswith(".module") and text}
     return modules | {
         "model.mlp_width": config.get("model.mlp_width") or 4 * config.get("model.width", 0),

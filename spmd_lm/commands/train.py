@@ -5,6 +5,7 @@ import contextlib
 import sys
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
+from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.outputs import print_line, unfailing
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals, interruptible
@@ -12,6 +13,8 @@ from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals, interruptible
 
 def run(arguments: Arguments) -> int:
     if arguments.seeds is not None:
+        if arguments.fallback:
+            raise ConfigError("--fallback is of one run. Leave it or --seeds out.")
         return run_seeds(arguments)
     with StopSignals() as signals:  # from here on: the imports below take seconds
         with interruptible():

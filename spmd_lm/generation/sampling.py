@@ -9,14 +9,14 @@ MOST_TOKENS = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """top_k=0 and top_p=1 keep every token."""
+    """Checked options of token sampling."""
 
     tokens: int = 200  # to generate; the end of a document ends the text earlier
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0
-    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
     seed: int = 0
-    greedy: bool = False
+    greedy: bool = False  # as temperature 0
 
     def __post_init__(self):
         problems = []

@@ -1,8 +1,8 @@
 """Converts PEFT's directories, adapter_config.json and adapter_model.safetensors, to and from the adapters of a run.
 
-PEFT's A [rank, inputs] and B [outputs, rank] are ours, transposed or not, as Hugging Face stores the matrix itself.  If
-a family concatenates several of our matrices in one, A is shared: on import each gets a copy; on export theirs are
-stacked, and B has a block for each."""
+PEFT's A [rank, inputs] and B [outputs, rank] are our a and b, transposed unless our matrix is [outputs, inputs].  Where
+one Hugging Face matrix joins several of ours, they share A: import copies it to each; export writes equal copies once,
+and stacks unequal ones."""
 
 import dataclasses
 import os
@@ -68,8 +68,8 @@ class AdaptedModule(NamedTuple):
 
 
 class PeftNames:
-    """PEFT's names of the trained parameters of a run with adapters.  Raises ConfigError for a model that Hugging Face
-    lacks."""
+    """Maps a run's trained parameters to PEFT's tensors, both ways.  Raises ConfigError if Hugging Face lacks the
+    model."""
 
     def __init__(self, config: RunConfig, program: Program, *runs: Path):
         """runs: where to look for an imported config.json, which names the family."""
@@ -89,7 +89,7 @@ class PeftNames:
         self.ties_trained_table = "embedding.tokens" in self.leaves and config.objective.ties_embeddings(config.model)
         self.dtype = np.dtype(config.precision.params)
         self.modules: list[AdaptedModule] = []
-        self.tensors: dict[str, HFTensor] = {}  # fully trained ones, by PEFT's names
+        self.tensors: dict[str, HFTensor] = {}  # trained directly, by PEFT's names
         for tensor in tensors:
             module, _, kind = tensor.name.rpartition(".")
             parts = [(part, adapters.get(path_in_block(part.param))) for part in tensor.parts]
@@ -106,8 +106,8 @@ class PeftNames:
         self.tensors = {PREFIX + wrapped.get(name, name): tensor for name, tensor in self.tensors.items()}
 
     def read(self, directory: Path) -> dict[str, np.ndarray]:
-        """Parameters by path from a PEFT directory, without unchanged ones of a task's head.  Raises ConfigError for
-        tensors that are missing, of another shape, or of no parameter of this run."""
+        """Parameters by path from a PEFT directory, which may lack a task's head.  Raises ConfigError for missing,
+        unknown, misshapen or non-float tensors; NonFiniteError for NaN and infinity."""
         reader, names = SafetensorsReader(directory, ADAPTER_FILE), set[str]()
         params = {
             path: np.empty(leaf.shape, leaf.dtype) for path, leaf in self.leaves.items() if is_adapter(path.split("."))
@@ -156,7 +156,7 @@ class PeftNames:
         return params
 
     def _is_saved(self, name: str) -> bool:
-        """True if a PEFT directory must have this tensor: one of modules_to_save, or a bias."""
+        """True if a PEFT directory must have it: modules_to_save names it, or biases train."""
         module = name.rpartition(".")[0]
         saved = any(module.endswith(f".{each}") or f".{each}." in module for each in self.adapter.modules_to_save)
         return saved or getattr(self.adapter, "bias", "none") != "none"
@@ -215,7 +215,7 @@ class PeftNames:
         return tensors, {"peft_type": "IA3", "feedforward_modules": self._targets(of_inputs) if of_inputs else []}
 
     def require_inputs(self, directory: Path) -> None:
-        """Raises ConfigError if an IA3 adapter scales the inputs of other modules than ours."""
+        """Raises ConfigError if feedforward_modules are not those whose inputs we scale."""
         given = read_json(directory / ADAPTER_CONFIG).get("feedforward_modules") or []
         for module in self.modules:
             is_given = (
@@ -231,14 +231,14 @@ class PeftNames:
                 )
 
     def _targets(self, names: Iterable[str]) -> list[str] | str:
-        """PEFT's target_modules: names, or a pattern if one of them is also a suffix of another module's name."""
+        """PEFT's target_modules: names, or a pattern if one of them also ends the name of an unadapted module."""
         adapted = {module.name for module in self.modules}
         if all(self._ending(name) <= adapted for name in names):
             return [*names]
         return rf".*\.\d+\.({'|'.join(map(re.escape, names))})"
 
     def _key(self, name: str) -> str:
-        """A module's key in a pattern, which is no other module's suffix."""
+        """A rank_pattern or alpha_pattern key that ends no other's name."""
         alone = all(_in_layer(each) == name for each in self._ending(name))
         return name if alone else rf"\d+\.{re.escape(name)}"
 
@@ -247,7 +247,7 @@ class PeftNames:
 
 
 def _has_one_input_factor(module: AdaptedModule, params: Mapping[str, np.ndarray]) -> bool:
-    """True if all parts share one A, as in an untrained adapter."""
+    """True if all parts have the same A, as after an import."""
     first, *others = (params[f"{part.param}{SUFFIX}.a"][part.layer] for part, _ in module.parts)
     return all(np.array_equal(a, first) for a in others)
 
@@ -282,7 +282,7 @@ class AdaptedRun(NamedTuple):
     program: Program
     pretrained: PretrainedRun
     params: Tree
-    adapter_size: int  # parameters of adapters
+    adapter_size: int  # numbers read from PEFT
 
 
 def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) -> AdaptedRun:
@@ -301,9 +301,9 @@ def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) ->
 
 
 def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tuple[Program, Tree]:
-    """A program and its parameters, laid out for compiled functions: the run `base` with adapters of a PEFT directory
-    or of another run, in the layout of `base`.  fallback: use the newest undamaged checkpoints.  Raises ConfigError for
-    a directory that is neither."""
+    """The program and parameters of the run `base` with adapters of `directory`: PEFT's, or another run.  They are
+    sharded as `base` says.  fallback: use the newest undamaged checkpoints.  Raises ConfigError if there are no
+    adapters, or if `base` has its own."""
     where = f"--adapter {directory}"
     if base.adapter.kind != "none":
         base_run = base.run.init_from or "another run"
@@ -329,8 +329,8 @@ def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tu
 
 def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     """Creates run.dir, with the adapters of a PEFT directory as its checkpoint at step 0.  Raises ConfigError if
-    run.dir is not empty or cannot be written, or if the tensors are not those of such adapters; NonFiniteError for NaN
-    or infinite weights; CheckpointError if run.init_from is not their model."""
+    run.dir is not empty or cannot be written, or if the tensors do not fit config.adapter; NonFiniteError for NaN or
+    infinite weights; CheckpointError if run.init_from is another model."""
     require_single_process("import")
     with atomic_directory(config.run.directory) as run_dir:
         adapted = read_adapters(directory, config)

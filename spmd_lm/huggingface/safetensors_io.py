@@ -1,9 +1,9 @@
 """Reads slices of tensors in safetensors files by name, and writes tensors one at a time.
 
-The safetensors library reads, and refuses a header that contradicts its file.  Its writer needs all tensors of a file
-in memory at once, a second copy of the model, so `write_tensors` writes the format itself: the header's length in eight
-little-endian bytes; the header, JSON with each tensor's dtype, shape and offsets; the tensors' bytes.  Pickles are
-never opened: loading one runs the code in it."""
+The safetensors library does the reading, and refuses a header that contradicts the file.  Its writer holds all tensors
+of a file in memory, so `write_tensors` writes the format itself: the header's length in eight little-endian bytes; the
+header, JSON with each tensor's dtype, shape and offsets; the tensors' bytes.  Pickles are never opened: loading one
+runs the code in it."""
 
 import json
 import math
@@ -24,15 +24,15 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
-# Supported dtypes of weights: the format's names by numpy's.
+# Supported dtypes of weights: numpy's name to safetensors'.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors have 10 MB
 
 
 def read_file(path: Path) -> bytes:
-    """Bytes of a file in a model's directory.  Raises ConfigError if it cannot be read, or links elsewhere: it will be
-    copied."""
+    """Bytes of a file in a model's directory.  Raises ConfigError if it is unreadable, too large, or a link to
+    elsewhere."""
     try:
         require_inside(path)
         return read_bytes(path, MAX_MODEL_FILE)
@@ -57,10 +57,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class SafetensorsReader:
-    """Tensors of a model's directory: in the files listed by model.safetensors.index.json, in the only .safetensors
-    file, or in the file `name`.
-    tensors: the library's slices by name; get_dtype() and get_shape() read no data, an index reads that part.  Raises
-      ConfigError, one line per problem, if files are missing, damaged, or pickles."""
+    """Tensors of a model's directory: in the file `name`; else in those of its index; else in model.safetensors or the
+    only .safetensors file.
+    tensors: lazy slices by name.  get_dtype() and get_shape() read no data; indexing reads a part.
+    Raises ConfigError, one line per problem, if files are missing, damaged, or pickles."""
 
     def __init__(self, directory: Path, name: str = ""):
         self.directory = directory
@@ -105,7 +105,7 @@ class SafetensorsReader:
         return {self.directory / file: tensors for file, tensors in files.items()}
 
     def _open(self, path: Path, listed: Sequence[str]) -> str | None:
-        """Adds the tensors of a file; returns its problem, if any.  listed: its tensors by the index."""
+        """Adds a file's tensors; returns its problem, if any.  listed: names that the index expects."""
         from safetensors import safe_open
 
         try:
@@ -130,8 +130,8 @@ class SafetensorsReader:
 
 
 def find_single_file(where: Path | str, names: Iterable[str]) -> str:
-    """The name of the only file with tensors, of a model without an index.  Raises ConfigError, which begins with
-    `where`, if there is none."""
+    """The weight file of a model without an index: model.safetensors, else the only one.  Raises ConfigError, naming
+    `where`, otherwise."""
     top = sorted(name for name in names if "/" not in name)
     files = [name for name in top if name.endswith(".safetensors")]
     if SINGLE_FILE in files:
@@ -164,8 +164,8 @@ def write_tensors(
     max_shard_bytes: int,
     single_file: str = SINGLE_FILE,
 ) -> list[Path]:
-    """Writes `single_file`, or several files and an index if that would exceed `max_shard_bytes`.
-    values: in the order of `shapes`; one is in memory at a time.  Only a single larger tensor exceeds the limit."""
+    """Writes `single_file`, or shards of at most `max_shard_bytes` and an index; returns the paths.
+    values: in the order of `shapes`, one in memory at a time.  A larger tensor gets a shard of its own."""
     headers: list[dict[str, Any]] = [{}]
     end = total_size = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Streams of documents within bounds: decompressed and hashed on the way, never more than one in memory."""
+"""Reads a file's documents one at a time, in bounded memory; decompresses and hashes the file meanwhile."""
 
 import gzip
 import io
@@ -10,14 +10,14 @@ from spmd_lm.errors import ConfigError
 
 BUFFER = 2**20
 ZSTD_INPUT = 2**10  # bytes at a time, which decompress to at most 32 MiB
-MAX_WINDOW = 2**27  # bytes that a zstandard file may ask for; its command line's own limit
+MAX_WINDOW = 2**27  # bytes of a .zst file's window; the default limit of the zstd command
 
 try:
     from zstandard import ZstdError
 except ImportError:
 
     class ZstdError(Exception):  # type: ignore[no-redef]
-        """Never raised: the library is not installed."""
+        """Stands in for zstandard's; never raised."""
 
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # from reading a damaged file
@@ -72,7 +72,7 @@ class ZstdFile(io.RawIOBase):
         return size
 
     def _decompress(self) -> bool:
-        """Produces more output, perhaps none; False at the end."""
+        """Decompresses one piece of input; False at the end."""
         self.input = self.input or self.file.read(ZSTD_INPUT)
         if not self.input:
             if self.frame is not None:
@@ -96,8 +96,8 @@ def decompressed(file: io.RawIOBase, suffix: str) -> BinaryIO:
 
 
 def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tuple[int, bytes | None]]:
-    """Yields each line's number, from 1 on, and bytes; None for a line longer than `most`, which is skipped in parts.
-    per_line false: the whole file, as number 0."""
+    """Yields each line's number, from 1, and its bytes, or None for more than `most` without line end.
+    per_line false: the whole file as number 0, likewise."""
     if not per_line:
         data = file.read(most + 1)
         yield 0, None if len(data) > most else data

@@ -1,8 +1,7 @@
 """Directories that appear atomically, and directories that only one run at a time writes to.
 
-The former are filled under a temporary name, and renamed at the end.  The latter hold an operating system lock on their
-file `.lock`, which names the holder.  The lock ends with its process; a file left behind by a killed process has no
-effect."""
+The first are filled under a temporary name and renamed at the end.  For the second, a process locks the file `.lock`
+(flock) and writes its name there.  The lock ends with the process; a file that stays behind locks nothing."""
 
 import errno
 import fcntl
@@ -55,9 +54,9 @@ def remove_if_empty(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields a temporary directory to fill, renamed to `target` at the end of the block.  If the block fails, or is
-    stopped by a signal, the directory and the parents created for it are removed.  Raises ConfigError if `target`
-    exists and is not empty, before or after the block, or cannot be written."""
+    """Yields a temporary directory, renamed to `target` at the end of the block.  If the block fails or a signal stops
+    it, that directory and its new parents are removed.  Raises ConfigError if `target` is not absent or empty, before
+    or after the block, and for any OSError in the block."""
     require_absent_or_empty(target)
     final = target.resolve()
     temporary = final.with_name(f".{final.name:.100}.{secrets.token_hex(4)}")
@@ -75,7 +74,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def _exit(number: int, _: FrameType | None) -> None:
-    """Raises exceptions, so that cleanup runs, with a shell's exit code."""
+    """Turns the signal into an exception, so that cleanup runs."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -85,9 +84,9 @@ def _exit(number: int, _: FrameType | None) -> None:
 def lock_directory(
     directory: Path, log: Callable[[str], None], is_first_process: bool, key: str = "run.dir"
 ) -> Iterator[None]:
-    """Creates the directory and locks other runs out.  The first process of a job locks for all of it.  key: names the
-    directory in messages.  Raises ConfigError if another run holds it, or it cannot be written.  At the end the lock
-    file is removed, and so are created directories if empty: a run that is refused later leaves no trace."""
+    """Creates the directory and keeps other runs out during the block; the job's first process locks for all.  A file
+    system without locks gets only a `log` line.  key: the directory's name in messages.  Raises ConfigError if another
+    run holds it or it cannot be written.  At the end, removes the lock file and new empty directories."""
     with remove_if_empty(directory):
         while True:
             with _open_lock_file(directory, key) as file:
@@ -122,7 +121,7 @@ def was_killed(directory: Path) -> bool:
 
 
 def lock_holder(directory: Path) -> str:
-    """The lock file's contents, about its present or last holder: the process and when it began; '' if none."""
+    """Contents of the lock file: its present or last holder's pid, host and time of locking; '' if none."""
     try:
         return read_bytes(directory / ".lock", MAX_NAME).decode(errors="replace").strip()
     except OSError:
@@ -130,7 +129,7 @@ def lock_holder(directory: Path) -> str:
 
 
 def _open_lock_file(directory: Path, key: str) -> TextIO:
-    """Opens the file to lock.  Raises ConfigError if the run cannot write to its directory, or to those within it."""
+    """Creates the directory and opens its `.lock`.  Raises ConfigError if it, or checkpoints/, is not writable."""
     most = os.pathconf("/", "PC_PATH_MAX") - LONGEST_INSIDE
     if (length := len(os.fsencode(directory.absolute()))) > most:
         what = f"{key}={directory!s:.40}..: its path has {length:,} bytes, of at most {most:,}"
@@ -162,7 +161,7 @@ def _why_unwritable(directory: Path, key: str, error: OSError) -> str:
 
 
 def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -> None:
-    """Locks the file and writes this process's name into it.  Raises ConfigError if another process holds the lock."""
+    """Locks the file and names this process in it; only logs if it cannot.  Raises ConfigError if another has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

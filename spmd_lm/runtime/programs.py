@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from spmd_lm.runtime.outputs import escape_controls
 
-MOST_OUTPUT = 1_000_000  # bytes of an answer; SLURM's on 10,000 jobs has a tenth
+MOST_OUTPUT = 1_000_000  # bytes of output; SLURM prints a tenth for 10,000 jobs
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """The exit code and both output streams.  Raises OSError, with the reason in `strerror`, if it cannot be started,
-    does not end, or prints too much."""
+    """Exit code, and stdout and stderr as one text.  Raises OSError, the reason in `strerror`, if it cannot start,
+    takes longer than `seconds`, or prints too much."""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=both, start_new_session=True)
     answers: list[tuple[int, bytes]] = []
