@@ -82,13 +82,12 @@ def search_layouts(
     hardware: str | Path | None = None,
 ) -> Report:
     """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
-    then compiles the `top` fastest and reports the compiler's figures.
+    then compiles the fastest, down the list, until `top` of them fit; the first of these is the best one.
 
     out: a file for the run under the fastest layout, new or of an earlier search.
     hardware: a file of `spmd-lm bench --calibrate`, preferred to published speeds.
 
-    Raises ConfigError if none fits, if the hardware's speed is unknown, or if there is no compiler, and OutputError for
-    another existing file."""
+    Raises ConfigError if none fits or the hardware's speed is unknown, and OutputError for another existing file."""
     if not topologies or top < 0:
         raise ConfigError(
             f"search_layouts needs a topology, and top of 0 or more, not {top}. Name one, as in h100:8x8."
@@ -99,9 +98,10 @@ def search_layouts(
     if out is not None:
         require_replaceable("--out", Path(out), search_report.MARK)
     found = search.search(config, search.make_targets(targets, Path(hardware) if hardware is not None else None))
+    best, compiled, notice = search_report.confirmed_best(found, top, audit)
     if out is not None:
-        search_report.write_best(found, Path(out))
-    description = search_report.describe(found, top, audit)
+        search_report.write_best(best, Path(out))
+    description = search_report.describe(found, best, compiled, notice)
     return Report(description, search_report.render(description))
 
 
@@ -151,7 +151,7 @@ def _preflight(
     (on,) = make_targets([target], hardware)
     directory = cache_directory(config.run.compilation_cache, "preflight")
     found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))
-    result = planning.with_costs(found | {"software": on.profile.software}, price, tokens)
+    result = planning.with_costs(found | {"software": on.software.share}, price, tokens)
     if picture is not None:
         planning.draw(config, result, picture)
     return Report(result, planning.render(result))

@@ -17,9 +17,14 @@ from spmd_lm.runtime.compiler_workarounds import deepen_compiler_stacks
 
 
 class Tpu(NamedTuple):
-    """kind: as jax calls a device.  host_bounds: chips of one host along each dimension of a slice.  max_length: most
-    chips along one dimension.  libtpu: its name there, if that is another one.  chip_config: how libtpu runs a chip.
-    devices_per_chip: as jax counts them."""
+    """A kind of TPU.
+
+    kind: jax's device_kind.
+    host_bounds: chips of one host along each dimension of a slice.
+    max_length: most chips along one dimension.
+    libtpu: libtpu's name, if another.
+    chip_config: libtpu's configuration of a chip.
+    devices_per_chip: jax's devices."""
 
     kind: str
     host_bounds: tuple[int, ...]
@@ -30,7 +35,7 @@ class Tpu(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What XLA must know to compile for a GPU (vendor data sheets), in bytes; hardware.yaml has what is per second."""
+    """Sizes that XLA needs to compile for a GPU (vendor data sheets), in bytes; hardware.yaml has the speeds."""
 
     name: str
     capability: str
@@ -40,7 +45,7 @@ class Gpu(NamedTuple):
     l2: int
     shared: int
     ghz: float
-    threads: int = 2048  # of a core
+    threads: int = 2048  # a core
 
 
 TPUS = {
@@ -71,8 +76,11 @@ KNOWN = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """kind: 'cpu', or a key of TPUS or GPUS.  shape: chips along each dimension of a TPU slice, (hosts, GPUs per host),
-    or the number of simulated CPU devices.  slices: TPU slices, connected by the network of their hosts."""
+    """Hardware by name.
+
+    kind: 'cpu', or a key of TPUS or GPUS.
+    shape: chips along each dimension of a TPU slice, (hosts, GPUs per host), or (simulated CPU devices,).
+    slices: TPU slices, connected by the network of their hosts."""
 
     kind: str
     shape: tuple[int, ...]
@@ -86,7 +94,7 @@ class Topology:
 
     @property
     def device_kind(self) -> str:
-        """As jax calls a device."""
+        """jax's device_kind."""
         if self.kind in TPUS:
             return TPUS[self.kind].kind
         return GPUS[self.kind].name if self.kind in GPUS else self.kind
@@ -104,15 +112,26 @@ class Topology:
 
     @property
     def simulated(self) -> int:
-        """CPU devices to simulate for it; 0 where it is of accelerators."""
+        """CPU devices to simulate; 0 for accelerators."""
         return self.size if self.platform == "cpu" else 0
 
     def __str__(self) -> str:
         slices = f"{self.slices}*" if self.slices > 1 else ""
         return f"{slices}{self.kind}:{'x'.join(map(str, self.shape))}"
 
+    @property
+    def lacks_compiler(self) -> str | None:
+        """What is missing to compile for it, and how to mend that; None if nothing is."""
+        compiler = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}.get(self.platform)
+        if compiler is None or is_installed(compiler):
+            return None
+        return (
+            f"--topology {self}: needs its compiler, and {compiler} is not installed. pip install 'spmd-lm[aot]', "
+            f"or -e '.[aot]' in a clone."
+        )
+
     def devices(self) -> list[Any]:
-        """jax devices to compile for.  Those of `cpu` must have been simulated before jax started."""
+        """jax devices to compile for.  For `cpu` they must be simulated before jax starts."""
         import jax
         from jax.experimental import topologies
 
@@ -120,12 +139,8 @@ class Topology:
             devices = jax.devices("cpu")
             assert len(devices) >= self.size, (len(devices), self.size)
             return devices[: self.size]
-        compiler = "libtpu" if self.platform == "tpu" else "jax_plugins.xla_cuda13"
-        if not is_installed(compiler):
-            raise ConfigError(
-                f"--topology {self}: needs its compiler, and {compiler} is not installed. pip install 'spmd-lm[aot]', "
-                f"or -e '.[aot]' in a clone."
-            )
+        if problem := self.lacks_compiler:
+            raise ConfigError(problem)
         try:
             options = _tpu_options(self) if self.platform == "tpu" else _gpu_options(self)
             return list(topologies.get_topology_desc(**options).devices)
@@ -135,7 +150,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Raises ConfigError if `text` names no hardware that exists."""
+    """The topology that `text` names.  Raises ConfigError if no such hardware exists."""
     if not isinstance(text, str):
         raise ConfigError(f"a topology is a text, as 'h100:2x8', not {text!r:.40}. {KNOWN}")
     match = re.fullmatch(r"(?:([0-9]{1,18})\*)?(\w+):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
@@ -148,7 +163,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _problem(topology: Topology) -> str | None:
-    """Why no such hardware exists."""
+    """The reason why no such hardware exists; None if it does."""
     kind, shape, tpu = topology.kind, topology.shape, TPUS.get(topology.kind)
     if kind not in ("cpu", *TPUS, *GPUS):
         return f"'{kind}' is not known"
@@ -167,13 +182,13 @@ def _problem(topology: Topology) -> str | None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported.  Unlike find_spec this does not raise where its parent package is missing."""
+    """True if a module can be imported.  find_spec would raise if its parent package is missing."""
     parts = module.split(".")
     return all(importlib.util.find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
 
 
 def _tpu_options(topology: Topology) -> dict[str, Any]:
-    """Of get_topology_desc."""
+    """Arguments of get_topology_desc."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query a metadata server about this host
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile side by side
@@ -190,7 +205,7 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def _gpu_options(topology: Topology) -> dict[str, Any]:
-    """Of get_topology_desc.  target_config: XLA's GpuTargetConfigProto in text format."""
+    """Arguments of get_topology_desc.  target_config: XLA's GpuTargetConfigProto in text format."""
     import jax
 
     with contextlib.suppress(RuntimeError):  # finds no device, but loads the plugin

@@ -22,9 +22,9 @@ def run(arguments: Arguments) -> int:
 
 
 def _plan(arguments: Arguments) -> int:
-    for option in ("top", "out", "hardware"):
-        if getattr(arguments, option) is not None:
-            raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
+    for option in ("top", "no_compile", "out", "hardware"):
+        if not any(getattr(arguments, option) is unset for unset in (None, False)):
+            raise ConfigError(f"--{option.replace('_', '-')} is of a search. Add --search, or leave it out.")
     if len(arguments.topology or ()) > 1:
         raise ConfigError("a plan is for one --topology. Name one, or add --search.")
     topology = arguments.topology[0] if arguments.topology else None
@@ -48,7 +48,7 @@ def _search(arguments: Arguments) -> int:
     config = load_configuration(arguments)
     from spmd_lm.api import search_layouts
 
-    top = 1 if arguments.top is None else arguments.top
+    top = 0 if arguments.no_compile else 1 if arguments.top is None else arguments.top
     report = search_layouts(config, arguments.topology, top=top, out=arguments.out, hardware=arguments.hardware)
     return write_result(arguments, report, str(report))
 
@@ -59,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "plan for T, present or not: cpu:8, v5p:4x4x4, 2*v5e:16x16, h100:2x8; of a search, may be given several times"
     )
     parser.add_argument("--topology", metavar="T", action="append", help=help)
-    help = "of a search, layouts to compile, to confirm memory and traffic; default 1"
+    help = "of a search, compile the fastest layouts, down the list, until N of them fit; default 1"
     parser.add_argument("--top", metavar="N", type=at_least(0), help=help)
+    parser.add_argument("--no-compile", action="store_true", help="of a search, compile nothing")
     parser.add_argument("--out", metavar="FILE", help="of a search, write the run under the fastest layout as YAML")
     parser.add_argument("--hardware", metavar="FILE", help=HARDWARE_HELP)

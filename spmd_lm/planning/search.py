@@ -1,9 +1,8 @@
 """`spmd-lm plan --search`: every legal layout of a run on some hardware, costed without compiling.
 
-A layout is a degree for each axis of the mesh, and with them sequence, zero, schedule, chunks, microbatches,
-reduce_once and remat.  Choices without effect are made once: ZeRO on one device of its axes, sequence parallelism on
-one of `model`.  Each gets its memory (cost_model/memory.py), the bytes that theory expects
-(cost_model/expected_collectives.py) and a time (cost_model/step_time.py)."""
+A layout is a degree for each axis of the mesh, sequence, zero, schedule, chunks, microbatches, reduce_once and remat.
+Choices without effect are made once: ZeRO on one device of its axes, sequence parallelism on one of `model`.  Each gets
+memory (cost_model/memory.py), bytes sent (cost_model/expected_collectives.py) and time (cost_model/step_time.py)."""
 
 import dataclasses
 import inspect
@@ -24,20 +23,18 @@ from spmd_lm.config.suggest import divisors
 from spmd_lm.config.types import Dtype
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import Hardware, find_hardware, find_row, read_hardware
-from spmd_lm.cost_model.step_time import predict_step
-from spmd_lm.cost_model.systems import System, find_system
+from spmd_lm.cost_model.step_time import OURS, SIMULATED, Software, predict_step
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.capacity import Capacity, capacity_of
 from spmd_lm.resolve import abstract_plan
 
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
-"""Remat policies that one plan serves: on a GPU layers run in a loop with the last alone (config/layer_loop.py)."""
+"""Remat policies that share a plan: on a GPU layers run in a loop with the last alone (config/layer_loop.py)."""
 POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 LARGEST_CHUNKS = 8
 ROOM = 0.92
-"""Largest share of a device's capacity that a layout may be predicted to take; docs/planning.md says how far off
-predictions are."""
+"""Largest share of a device's capacity that a prediction may take; docs/planning.md has the errors of predictions."""
 
 
 class Target(NamedTuple):
@@ -48,14 +45,17 @@ class Target(NamedTuple):
     capacity: Capacity
 
     @property
-    def profile(self) -> System:
-        return find_system("spmd_lm on simulated devices" if self.topology.platform == "cpu" else "spmd_lm")
+    def software(self) -> Software:
+        return SIMULATED if self.topology.platform == "cpu" else OURS
 
 
 @dataclasses.dataclass(frozen=True)
 class CostedLayout:
-    """memory: bytes that a device holds in the fullest phase.  bytes: that it sends in a step.  seconds: of a step.
-    parts: of these, by what they are spent on."""
+    """A layout with its predicted step.
+
+    memory: peak bytes of a device.
+    bytes: bytes that a device sends in a step.
+    parts: seconds by use."""
 
     config: RunConfig
     target: Target
@@ -66,17 +66,17 @@ class CostedLayout:
 
     @property
     def room(self) -> float:
-        """Bytes that are left of what a layout may take; negative where it does not fit."""
+        """Bytes left of those that a layout may take; negative if it does not fit."""
         return ROOM * self.target.capacity.usable - self.memory
 
     @property
     def remedy(self) -> str | None:
-        """The setting of jax's allocator with which it fits, if it fits with it alone."""
+        """The setting of jax's allocator with which alone it fits, if there is one."""
         return self.target.capacity.remedy(self.memory / ROOM)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What the search chose, by key."""
+        """Keys that the search chose."""
         p = self.config.parallel
         keys = "sequence", "zero", "schedule", "chunks", "microbatches", "reduce_once"
         return p.degrees | {key: getattr(p, key) for key in keys} | {"remat": self.config.remat.policy}
@@ -84,7 +84,10 @@ class CostedLayout:
 
 @dataclasses.dataclass
 class Search:
-    """layouts: all that are legal, those that do not fit included.  rejected: layouts by what is wrong with them."""
+    """A search's result.
+
+    layouts: all legal ones, fitting or not.
+    rejected: counts by reason."""
 
     targets: Sequence[Target]
     layouts: list[CostedLayout]
@@ -97,11 +100,11 @@ class Search:
 
     @property
     def remediable(self) -> list[CostedLayout]:
-        """Those that fit if jax allocates more of a GPU."""
+        """Layouts that fit if jax allocates more of a GPU."""
         return [layout for layout in self.layouts if layout.remedy]
 
     def fastest(self) -> CostedLayout:
-        """Raises ConfigError if none fits."""
+        """The fastest layout that fits.  Raises ConfigError if none does."""
         if fastest := best_of(self.fitting):
             return fastest
         if not self.layouts:
@@ -119,9 +122,9 @@ class Search:
         )
 
     def pareto(self) -> list[CostedLayout]:
-        """Layouts that fit, and that no other beats in time, memory and devices at once; the fastest first."""
+        """Fitting layouts that no other beats in time, memory and devices at once, the fastest first."""
         found: list[CostedLayout] = []
-        for layout in sorted(self.fitting, key=lambda each: (each.seconds, each.memory)):
+        for layout in sorted(self.fitting, key=speed):
             size = layout.target.topology.size
             if all(layout.memory < each.memory or size < each.target.topology.size for each in found):
                 found.append(layout)
@@ -129,8 +132,8 @@ class Search:
 
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
-    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype whose speed is not known there,
-    and for an optim.freeze that `Plan` refuses."""
+    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype of unknown speed there, and for an
+    optim.freeze that `Plan` refuses."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
         require_speed(config, target)
@@ -147,20 +150,20 @@ def search(config: RunConfig, targets: Sequence[Target]) -> Search:
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
-    """Raises LayoutError for a layout that does not divide the parameters."""
+    """The plan of a layout.  Raises LayoutError if it does not divide the parameters."""
     topology = target.topology
     return abstract_plan(config, topology.size, topology.platform, topology.device_kind)
 
 
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
-    step = predict_step(config, plan, target.hardware, target.profile)
+    step = predict_step(config, plan, target.hardware, target.software)
     sent = sum(each.row.bytes for each in step.collectives)
     return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step.seconds, step.parts)
 
 
 def make_targets(topologies: Iterable[Topology], table: Path | None = None) -> list[Target]:
-    """Each topology once.  table: of bench --calibrate, whose rows come before published ones.  Raises ConfigError for
-    hardware whose speed is not known, and if no row of `table` is of any topology."""
+    """One target for each distinct topology.  table: a file of bench --calibrate, whose rows precede published ones.
+    Raises ConfigError for hardware of unknown speed, and if no row of `table` is for any topology."""
     distinct = list(dict.fromkeys(topologies))
     measured = read_hardware(table) if table else ()
     if table and not any(find_row(each.device_kind, measured) for each in distinct):
@@ -174,8 +177,8 @@ def make_targets(topologies: Iterable[Topology], table: Path | None = None) -> l
 
 
 def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:
-    """Raises ConfigError for hardware whose speed is not known, and for an environment that does not say what jax
-    allocates.  measured: rows before the table's."""
+    """The target of a topology.  measured: rows before the table's.  Raises ConfigError for hardware of unknown speed,
+    and for an environment from which jax's share of a GPU cannot be read."""
     hardware = find_hardware(topology.device_kind, measured)
     simulated = f" --devices {topology.size}" if topology.platform == "cpu" else ""
     if not hardware or not hardware.products or not hardware.links:
@@ -194,7 +197,7 @@ def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Targ
 
 
 def require_speed(config: RunConfig, target: Target) -> None:
-    """Raises ConfigError if nobody has entered how fast this hardware multiplies in precision.compute."""
+    """Raises ConfigError if this hardware's matmul rate in precision.compute is unknown."""
     dtype, hardware = config.precision.compute, target.hardware
     if not hardware.peak(dtype):
         known = " or ".join(each for each in get_args(Dtype) if hardware.peak(each))
@@ -206,8 +209,7 @@ def require_speed(config: RunConfig, target: Target) -> None:
 
 
 def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Iterator[list[RunConfig]]:
-    """Legal configurations, those of one plan together: they differ in remat.  What is not legal is counted in
-    `rejected`."""
+    """Legal configurations, in lists that share a plan and differ in remat.  Others are counted in `rejected`."""
     devices = target.topology.size
     run = config.run.model_copy(update={"simulate_devices": target.topology.simulated})
     remats = [
@@ -240,7 +242,7 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
 
 
 def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA)) -> Iterator[dict[str, int]]:
-    """All ways to write the number of devices as a product of degrees, one for each axis."""
+    """Factorizations of the number of devices into a degree for each axis."""
     first, *others = axes
     for degree in divisors(devices) if others else (devices,):
         for rest in layouts_of(devices // degree, others) if others else ({},):
@@ -248,7 +250,7 @@ def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA))
 
 
 def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> Iterator[dict[str, Any]]:
-    """What else is chosen, where it makes a difference."""
+    """The other choices, where they make a difference."""
     stages = [0] if devices_along(ZERO_AXES, layout) == 1 else [0, 1, 2, 3]
     if layout[REPLICA] > slices:  # without ZeRO replicas are data
         stages = [stage for stage in stages if stage]
@@ -284,17 +286,22 @@ REASONS: dict[Callable[..., Any], str] = {
 
 
 NEEDED = {check: tuple(inspect.signature(check).parameters) for check in REASONS}
-"""The sections that each of them reads."""
+"""The sections that each check reads."""
 
 
 def first_problem(sections: dict[str, Section]) -> str:
-    """'' for a legal layout."""
+    """The reason why a layout is not legal; '' if it is."""
     for check, reason in REASONS.items():
         if any(check(**{name: sections[name] for name in NEEDED[check]})):
             return reason
     return ""
 
 
+def speed(layout: CostedLayout) -> tuple[float, int]:
+    """Sort key: the fastest first, of equal ones the smallest."""
+    return layout.seconds, layout.memory
+
+
 def best_of(layouts: Iterable[CostedLayout]) -> CostedLayout | None:
     """The fastest, if there is any."""
-    return min(layouts, key=lambda layout: (layout.seconds, layout.memory), default=None)
+    return min(layouts, key=speed, default=None)

@@ -1,44 +1,60 @@
-"""What `spmd-lm plan --search` tells of the layouts that it costed: the fastest, what any other choice would cost, and
-what the published rule of thumb would choose."""
+"""Report of `spmd-lm plan --search`: the fastest layout, the cost of any other choice, and the published rule's."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.step_time import step_range
 from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.files import write_atomically
-from spmd_lm.planning.search import CostedLayout, Search, best_of
+from spmd_lm.planning.search import CostedLayout, Search, best_of, speed
 from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
 
-Audit = Callable[[RunConfig, str], dict[str, Any]]  # of the step of a configuration, on a topology
+Audit = Callable[[RunConfig, str], dict[str, Any]]  # of a configuration's step on a topology
 
-MARK = "# spmd-lm plan --search:"  # how what it writes begins, which another search may replace
+MARK = "# spmd-lm plan --search:"  # first line of a file that another search may replace
 SHOWN = 8
 """Rows of the Pareto table that are printed."""
+MOST_COMPILED = 8
 
 
-def describe(search: Search, top: int, audit: Audit) -> dict[str, Any]:
-    """The search as plain data.  top: the fastest layouts that `audit` compiles, to confirm memory and traffic.
+def confirmed_best(search: Search, top: int, audit: Audit) -> tuple[CostedLayout, list[dict[str, Any]], str | None]:
+    """(the fastest layout, what was compiled, why nothing was).
 
-    Raises ConfigError if no layout fits, or there is no compiler."""
-    best = search.fastest()
+    `audit` compiles the fastest layout of each mesh, down the list, until `top` of them fit: the first of these is the
+    fastest.  Raises ConfigError if no layout fits by its prediction."""
+    best, compiled, fitting = search.fastest(), [], list[CostedLayout]()
+    missing = [why for target in search.targets if (why := target.topology.lacks_compiler)]
+    if missing and top:
+        return best, [], f"not compiled: {missing[0]}"
+    for layout in fastest_of_each(search, *MESH_AXES, "zero")[:MOST_COMPILED]:
+        if len(fitting) == top:
+            break
+        compiled.append(confirm(layout, audit))
+        fitting += [layout] * compiled[-1]["fits"]
+    return fitting[0] if fitting else best, compiled, None
+
+
+def describe(search: Search, best: CostedLayout, compiled: list[dict[str, Any]], notice: str | None) -> dict[str, Any]:
+    """The search as plain data.  best, compiled, notice: of `confirmed_best`."""
     rule = follow_the_rule(search)
     return {
         "evaluated": len(search.layouts),
         "seconds": search.seconds,
         "best": describe_layout(best),
-        "software": best.target.profile.software,
-        "range": step_range(best.parts, best.target.profile),
+        "software": best.target.software.share,
+        "range": step_range(best.parts, best.target.software),
         "pareto": [describe_layout(layout) for layout in search.pareto()],
-        "by_topology": [describe_layout(layout) for layout in fastest_of_each_topology(search)],
+        "by_topology": [describe_layout(layout) for layout in fastest_of_each(search)],
         "rejected": dict(search.rejected),
         "remedy": describe_remedy(search),
         "alternatives": list(alternatives(search, best)),
         "rule": describe_layout(rule) | {"why_slower": why_slower(rule, best)} if rule else None,
-        "compiled": [confirm(layout, audit) for layout in fastest_of_each_mesh(search)[:top]],
+        "compiled": compiled,
+        "notice": notice,
     }
 
 
@@ -55,17 +71,15 @@ def describe_layout(layout: CostedLayout) -> dict[str, Any]:
 
 
 def describe_remedy(search: Search) -> dict[str, Any] | None:
-    """What fits if jax allocates more of a GPU: the setting, how many layouts, and the fastest of them; None if nothing
-    more does."""
-    more = best_of(search.remediable)
-    if not more:
-        return None
-    return {"setting": more.remedy, "layouts": len(search.remediable), "fastest": describe_layout(more)}
+    """The setting with which more layouts fit, as jax allocates more of a GPU, their number and the fastest; None if
+    none do."""
+    if more := best_of(search.remediable):
+        return {"setting": more.remedy, "layouts": len(search.remediable), "fastest": describe_layout(more)}
+    return None
 
 
 def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]:
-    """For each choice, the fastest layout on the same hardware that makes another one, and what it loses by that; the
-    smallest one, if none fits."""
+    """Fastest layouts on the same hardware, each with one choice changed, and their loss; the smallest if none fits."""
     same = [layout for layout in search.layouts if layout.target == best.target]
     for key, chosen in best.overrides.items():
         others = [layout for layout in same if layout.overrides[key] != chosen]
@@ -73,29 +87,27 @@ def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]
         if not others:
             continue
         other = fitting or max(others, key=lambda layout: layout.room)
-        found = {"key": key, "value": other.overrides[key], "layout": other.overrides}
-        if fitting:
-            yield found | {"slower": other.seconds / best.seconds - 1, "why": why_slower(other, best)}
-        else:
-            yield found | {"slower": None, "why": f"{format_bytes(-other.room)} more than fits"}
+        slower = other.seconds / best.seconds - 1 if fitting else None
+        why = why_slower(other, best) if fitting else f"{format_bytes(-other.room)} more than fits"
+        yield {"key": key, "value": other.overrides[key], "layout": other.overrides, "slower": slower, "why": why}
 
 
 def why_slower(layout: CostedLayout, best: CostedLayout) -> str:
-    """The part of a step in which it loses most to `best`; '' if it loses nothing."""
+    """The part of a step that is longest behind `best`; '' if none is."""
     lost = {name: seconds - best.parts[name] for name, seconds in layout.parts.items()}
     name = max(lost, key=lambda part: lost[part])
     return f"{name} {lost[name]:+.3g} s" if lost[name] > 0 else ""
 
 
 def follow_the_rule(search: Search) -> CostedLayout | None:
-    """PTD-P's takeaways (arXiv:2104.04473, section 3): as little model parallelism as fits, tensor parallelism first,
-    as far as fast links reach, then stages, and data parallelism for the rest; the best microbatch."""
+    """The layout by PTD-P's takeaways (arXiv:2104.04473, section 3): the least model parallelism that fits, tensor
+    parallelism first, within fast links, then stages, data parallelism for the rest; the best microbatch."""
     plain = [layout for layout in search.fitting if layout.overrides["zero"] <= 1 and layout.overrides["replica"] == 1]
     if not plain:
         return None
 
     def model_parallelism(layout: CostedLayout) -> tuple[int, int]:
-        """Its degree; of one degree, stages last."""
+        """Degree of model parallelism; of equal ones, fewest stages."""
         p = layout.config.parallel
         return p.model * p.pipe, p.pipe
 
@@ -103,45 +115,36 @@ def follow_the_rule(search: Search) -> CostedLayout | None:
     return best_of(layout for layout in plain if model_parallelism(layout) == least)
 
 
-def fastest_of_each_topology(search: Search) -> list[CostedLayout]:
-    """The fastest first; topologies on which nothing fits are not among them."""
+def fastest_of_each(search: Search, *keys: str) -> list[CostedLayout]:
+    """The fastest fitting layout for each topology and each choice of the keys of `parallel`, the fastest first."""
     fastest: dict[Any, CostedLayout] = {}
-    for layout in sorted(search.fitting, key=lambda each: (each.seconds, each.memory)):
-        fastest.setdefault(layout.target.topology, layout)
-    return list(fastest.values())
-
-
-def fastest_of_each_mesh(search: Search) -> list[CostedLayout]:
-    """Of layouts that differ in mesh or ZeRO, each with the rest of its choices at their best, the fastest first."""
-    fastest: dict[Any, CostedLayout] = {}
-    for layout in sorted(search.fitting, key=lambda each: (each.seconds, each.memory)):
-        p = layout.config.parallel
-        fastest.setdefault((layout.target.topology, p.pipe, p.replica, p.data, p.model, p.zero), layout)
+    for layout in sorted(search.fitting, key=speed):
+        fastest.setdefault((layout.target.topology, *map(layout.overrides.get, keys)), layout)
     return list(fastest.values())
 
 
 def confirm(layout: CostedLayout, audit: Audit) -> dict[str, Any]:
-    """What the compiler makes of it, beside what was predicted; None for all of it, and `refused`, if it refuses it."""
+    """Compiled figures of a layout, beside the predicted ones; None, and `refused`, if the compiler refuses it."""
     try:
         audited = audit(layout.config, str(layout.target.topology))
     except CompilerError as error:
         unknown = ("matches_theory", "compiled_bytes", "compiled_peak", "compiled_step_seconds", "compile_seconds")
-        return describe_layout(layout) | dict.fromkeys(unknown) | {"refused": error.reason}
+        return describe_layout(layout) | dict.fromkeys(unknown) | {"refused": error.reason, "fits": False}
     found = sum(row["bytes"] for row in audited["collectives"])
     exposed = audited["exposed"]
     return describe_layout(layout) | {
         "matches_theory": audited["ok"],
         "compiled_bytes": found,
         "compiled_peak": audited["memory"]["peak"],
+        "fits": audited["memory"]["peak"] <= layout.target.capacity.usable,
         "compiled_step_seconds": exposed and exposed["step_seconds"],
         "compile_seconds": audited["compile_seconds"],
         "refused": None,
     }
 
 
-def write_best(search: Search, path: Path) -> None:
+def write_best(best: CostedLayout, path: Path) -> None:
     """The run under the fastest layout, as a file that can be run.  Raises ConfigError if it cannot be written."""
-    best = search.fastest()
     topology = best.target.topology
     comment = f"{MARK} {best.seconds:.4g} s a step on {topology}, by the cost model.\n"
     comment += f"# spmd-lm preflight {path.name} --topology {topology} compiles it.\n"
@@ -178,10 +181,14 @@ def render(description: dict[str, Any]) -> str:
             continue
         sent, peak = format_bytes(each["compiled_bytes"]), format_bytes(each["compiled_peak"])
         verdict = "matches theory" if each["matches_theory"] else "does NOT match theory"
+        fits = "fits" if each["fits"] else "does NOT fit"
         lines.append(
-            f"compiled {_layout(each['layout'])}: peak {peak} ({format_bytes(each['memory'])} predicted), "
+            f"compiled {_layout(each['layout'])}: {fits}, peak {peak} ({format_bytes(each['memory'])} predicted), "
             f"sends {sent}, {verdict}"
         )
+    if d["compiled"] and not any(each["fits"] for each in d["compiled"]):
+        lines.append(f"none of these {len(d['compiled'])} fits, compiled: search on more devices")
+    lines += filter(None, [d["notice"]])
     lines.append(
         f"assumes that products reach {d['software']:.0%} of the hardware's rate; steps that differ by less than 5% tie"
     )
@@ -193,7 +200,7 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _otherwise(alternatives: list[dict[str, Any]]) -> Iterator[str]:
-    """Choices that one layout makes are on one line."""
+    """One line for each layout, with its choices."""
     for layout in {_layout(each["layout"]): None for each in alternatives}:
         chosen = [each for each in alternatives if _layout(each["layout"]) == layout]
         choices = ", ".join(f"{each['key']}={str(each['value']).lower()}" for each in chosen)
@@ -209,7 +216,7 @@ def _row(layout: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _layout(overrides: dict[str, Any]) -> str:
-    """Without what makes no difference."""
+    """Text of a layout, without choices of no effect."""
     trivial = {"pipe": 1, "replica": 1, "sequence": False, "zero": 0, "reduce_once": False, "chunks": 1}
     shown = {key: value for key, value in overrides.items() if trivial.get(key, ...) != value}
     if overrides["pipe"] == 1:

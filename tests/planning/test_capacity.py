@@ -82,14 +82,14 @@ def test_a_search_keeps_to_what_jax_allocates(monkeypatch):
     found = search(config, [target])
     largest = max(layout.memory for layout in found.fitting)
     assert largest <= ROOM * 0.75 * H200 and found.remediable
-    report = search_report.describe(found, 0, lambda *_: {})
+    report = search_report.describe(found, found.fastest(), [], None)
     remedy = report["remedy"]
     assert (remedy["setting"], remedy["layouts"]) == (f"{FRACTION}=0.92", len(found.remediable))
     assert f"memory  with {FRACTION}=0.92 {len(found.remediable):,} more fit" in search_report.render(report)
     monkeypatch.setenv(FRACTION, "0.92")
     more = search(config, [make_target(parse_topology("h200:1x2"))])
     assert len(more.fitting) == len(found.fitting) + len(found.remediable) and not more.remediable
-    assert "FRACTION" not in search_report.render(search_report.describe(more, 0, lambda *_: {}))
+    assert "FRACTION" not in search_report.render(search_report.describe(more, more.fastest(), [], None))
 
 
 def test_a_search_that_finds_nothing_says_what_would_fit():

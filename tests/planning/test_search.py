@@ -7,18 +7,18 @@ import random
 from collections import Counter
 
 import pytest
-from spmd_lm.cost_model.systems import find_system
 
 import spmd_lm
 from spmd_lm import api
 from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.axes import MESH_AXES
 from spmd_lm.cli import main
 from spmd_lm.config import checks, layout_checks
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import Run
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.cost_model.step_time import predict_step
+from spmd_lm.cost_model.step_time import OURS, predict_step
 from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
 from spmd_lm.planning.plan_report import plan_on
@@ -98,7 +98,7 @@ def test_figures_are_those_of_plans_made_one_by_one(found):
         plan = abstract_plan(config, 8, "gpu", target.topology.device_kind)
         assert layout.memory == sum(memory.table(config, plan).values())
         assert layout.bytes == sum(row.bytes for row in expected_collectives(config, plan))
-        step = predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+        step = predict_step(config, plan, target.hardware, OURS)
         assert (layout.seconds, layout.parts) == (step.seconds, step.parts)
 
 
@@ -124,7 +124,8 @@ def test_alternatives_say_what_another_choice_costs(found):
 def test_the_text_says_what_it_rests_on_and_has_every_topology():
     """Two chips of v5e are slower than eight GPUs, and have no more memory to spare."""
     targets = [make_target(parse_topology(topology)) for topology in ("h100:1x8", "v5e:2x1")]
-    description = search_report.describe(search(gpt(batch=8), targets), 0, api.audit)
+    found = search(gpt(batch=8), targets)
+    description = search_report.describe(found, *search_report.confirmed_best(found, 0, api.audit))
     text = search_report.render(description)
     assert "v5e:2x1" in text and "products reach 90% of the hardware's rate" in text
     fastest = [each["step_seconds"] for each in description["by_topology"]]
@@ -282,6 +283,27 @@ def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "best.yaml", "other.yaml"}
 
 
+def test_the_best_one_is_the_first_that_fits_compiled(found):
+    """Whatever was predicted."""
+    peaks = iter([1e12, 1e12, 1e9, 1e12, 1e9])
+
+    def audit(*_):
+        return {"ok": True, "collectives": [], "memory": {"peak": next(peaks)}, "exposed": None, "compile_seconds": 1.0}
+
+    order = search_report.fastest_of_each(found, *MESH_AXES, "zero")
+    best, compiled, notice = search_report.confirmed_best(found, 2, audit)
+    assert best == order[2] and [each["fits"] for each in compiled] == [False, False, True, False, True] and not notice
+    text = search_report.render(search_report.describe(found, best, compiled, notice))
+    assert text.count("does NOT fit") == 3 and text.count(": fits, peak") == 2
+
+
+def test_without_a_compiler_nothing_is_compiled(found, monkeypatch):
+    monkeypatch.setattr("spmd_lm.analysis.topology.is_installed", lambda module: False)
+    best, compiled, notice = search_report.confirmed_best(found, 1, lambda *_: pytest.fail("compiled"))
+    assert best == found.fastest() and compiled == [] and "jax_plugins.xla_cuda13 is not installed" in notice
+    assert notice in search_report.render(search_report.describe(found, best, compiled, notice))
+
+
 REFUSAL = CompilerError("the compiler refuses this step: too large.", "too large", out_of_memory=True)
 DEATH = "its compiler ended the process (killed by SIGSEGV)"
 
@@ -297,8 +319,13 @@ def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeyp
     line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "h100:1x8", "--top", "2"]
     assert main([*line, "--json", str(tmp_path / "found.json")]) == 0
     told, result = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert told.count("REFUSED by the compiler") == 2 and f"predicted): {reason}" in told and "best " in told
-    assert [each["refused"] for each in result["compiled"]] == [reason] * 2
+    assert (
+        told.count("REFUSED by the compiler") == search_report.MOST_COMPILED
+        and f"predicted): {reason}" in told
+        and "best " in told
+    )
+    assert [each["refused"] for each in result["compiled"]] == [reason] * search_report.MOST_COMPILED
+    assert "none of these 8 fits" in told
     assert all(each["compiled_peak"] is None and each["memory"] > 0 for each in result["compiled"])
 
 
