@@ -11,8 +11,7 @@ from gpu_sizes import SIZES, load_size
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model.hardware import find_hardware
-from spmd_lm.cost_model.step_time import predict_step
-from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.step_time import OURS, predict_step
 from spmd_lm.planning.audit import audit_step
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.formatting import format_table
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> None:
         program, _, _, report = audit_step(config, parse_topology("h200:1x1"))
         traffic, hardware = report["memory_traffic"], find_hardware(program.plan.device_kind)
         assert hardware
-        planned = predict_step(program.config, program.plan, hardware, find_system("spmd_lm")).seconds
+        planned = predict_step(program.config, program.plan, hardware, OURS).seconds
         moved = {row["kind"]: row["bytes"] for row in traffic["kinds"]}
         sizes_moved = (*(moved.get(kind, 0.0) for kind in KINDS), sum(traffic["least"].values()))
         seconds = traffic["seconds"], planned

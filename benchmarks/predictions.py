@@ -5,7 +5,8 @@
 Draws a model of 1B to 30B parameters, a topology of at least 8 devices, a layout with any of the options and the dtype
 in which gradients are summed, which fit by the prediction; compiles each in its own process; and prints a row: the
 predicted memory, the compiler's peak (on simulated CPU devices arguments and temporaries, because a CPU's peak has no
-temporaries), and whether bytes match theory.  Exits 1 if more than one of 30 differs by over 5%, or any bytes do.
+temporaries), and whether bytes match theory.  Exits 1 if fewer than 24 of 30 are within 10%, if one is further off
+than 25%, or if any bytes differ.
 Without --seed one is drawn, and printed; it may be hexadecimal, as a commit's hash is: --seed 0x$(git rev-parse --short
 HEAD)."""
 
@@ -41,7 +42,8 @@ TOPOLOGIES = (
 LEAST, MOST = 1e9, 30e9  # parameters
 ROOM = 0.9  # of a device's memory
 HOST_MEMORY = 64 * GIB  # that a simulated device may be predicted to take
-CLOSE, RUNS_PER_MISS = 0.05, 30
+CLOSE, FAR = 0.1, 0.25
+CLOSE_SHARE = 24 / 30
 
 
 def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology]]:
@@ -128,7 +130,7 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}\n\n| topology | model | layout | predicted GiB | compiled | error | bytes |\n|{' --- |' * 7}")
-    close = exact = done = 0
+    close = near = exact = done = 0
     for config, topology in itertools.islice(draw(random.Random(seed)), arguments.runs):
         found = compiled(config, topology)
         if isinstance(found, str):
@@ -141,12 +143,13 @@ def main() -> int:
         error = planned / measured - 1
         done += 1
         close += abs(error) <= CLOSE
+        near += abs(error) <= FAR
         exact += found["ok"]
         sent = "exact" if found["ok"] else f"missing {found['missing_bytes']:.3g}, excess {found['excess_bytes']:.3g}"
         cells = describe(config, topology), f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{error:+.1%}", sent
         print(f"| {' | '.join(cells)} |", flush=True)
-    print(f"\n{close} of {done} within {CLOSE:.0%}; bytes as theory has them on {exact}")
-    return int(done - close > math.ceil(done / RUNS_PER_MISS) or exact < done)
+    print(f"\n{close} of {done} within {CLOSE:.0%}, {near} within {FAR:.0%}; bytes as theory has them on {exact}")
+    return int(close < math.floor(CLOSE_SHARE * done) or min(near, exact) < done)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from megatron import Profile, predict_step, profiles
+from published_formulas import Sizes, microbatches_in_flight, state_bytes
 
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
-from spmd_lm.cost_model.published_formulas import Sizes, microbatches_in_flight, state_bytes
-from spmd_lm.cost_model.step_time import StepTime, predict_step
-from spmd_lm.cost_model.systems import System, find_system
+from spmd_lm.cost_model.step_time import StepTime
 from spmd_lm.resolve import abstract_plan
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def _rate(table: dict[str, Any], config: RunConfig, step: StepTime) -> float:
 
 def _fastest(table: dict[str, Any], row: dict[str, Any]) -> tuple[RunConfig, StepTime, str]:
     """Of the configurations that fit and that the paper leaves open: (configuration, its step, what was chosen)."""
-    hardware, system = find_hardware(table["hardware"]), find_system(table["system"])
+    hardware, system = find_hardware(table["hardware"]), profiles()[table["system"]]
     assert hardware and hardware.memory
     steps = []
     for config, chosen in _candidates(table, row):
@@ -119,7 +119,7 @@ def _candidates(table: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[Ru
         yield config.model_copy(update={"parallel": parallel, "remat": remat}), ", ".join(told)
 
 
-def stage_memory(config: RunConfig, system: System) -> float:
+def stage_memory(config: RunConfig, system: Profile) -> float:
     """Bytes of a device of the first stage, by the papers' formulas, with gradients in float32 as Megatron-LM has them,
     2 bytes a parameter more."""
     m, p, sizes = config.model, config.parallel, _sizes(config)

@@ -1,12 +1,12 @@
-"""Activations saved per layer and sequence under each remat policy: by formula, in the program, by the compiler.
+"""Activations saved per layer and sequence under each remat policy: by its trace, in the program, by the compiler.
 
     python benchmarks/remat.py                       layers of GPT-3's proportions on v5p:2x2x2, model 8
     python benchmarks/remat.py --attention splash    with the fused kernel and no dropout in it
     python benchmarks/remat.py --width 12288 --heads 96
     python benchmarks/remat.py --compile             minutes for each row
 
-Traced: the outputs of the loop over layers in the jaxpr.  Compiled: temporaries at two depths and two batches; what
-grows with both belongs to one layer and sequence.
+Step: the outputs of the loop over layers in the jaxpr of the step.  Compiled: temporaries at two depths and two
+batches; what grows with both belongs to one layer and sequence.
 
 Percentages are of no remat without sequence parallelism.  arXiv:2205.05198, figure 7, has for GPT-3 175B: 57%
 selective, 62% sequence parallel, 19% both, 9% full."""
@@ -20,8 +20,7 @@ import jax
 import spmd_lm
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import LayerActivations
-from spmd_lm.cost_model.compilers import Compiler
+from spmd_lm.cost_model.layer_trace import trace_layer
 from spmd_lm.step.program import Program
 
 # Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
@@ -61,14 +60,14 @@ def scans(jaxpr: Any) -> Iterator[Any]:
 
 
 def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> tuple[float, float]:
-    """Bytes saved per layer and sequence on a device: by formula, and in the jaxpr."""
+    """Bytes saved per layer and sequence on a device: by the layer's trace, and in the jaxpr of the step."""
     c = config(a, policy, sequence, DEPTHS[0], BATCHES[0])
     program = Program(c, target.devices())
     jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), program.abstract_batch())
     forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
     saved = forward.outvars[forward.params["num_carry"] :]
     bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in saved) / DEPTHS[0] / BATCHES[0]
-    return LayerActivations(c, program.plan, Compiler()).saved * a.context, bytes_
+    return trace_layer(c, program.plan, fused=a.attention != "xla").saved, bytes_
 
 
 def compiled(a: argparse.Namespace, policy: str, sequence: bool) -> float:
@@ -93,15 +92,15 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     a = parser.parse_args()
     target = parse_topology(a.topology)
-    columns = ["remat", "sequence", "formula", "traced", "of none"] + ["compiled", "of none"] * a.compile
+    columns = ["remat", "sequence", "layer", "step", "of none"] + ["compiled", "of none"] * a.compile
     print("MiB per layer and sequence\n\n| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
     base: list[float] = []
     for policy, sequence in POLICIES:
-        formula, *measured = traced(a, policy, sequence, target)
+        layer, *measured = traced(a, policy, sequence, target)
         measured += [compiled(a, policy, sequence)] if a.compile else []
         base = base or measured
         shares = [f"{x / 2**20:.2f} | {x / none:.1%}" for x, none in zip(measured, base, strict=True)]
-        cells = [policy, "split" if sequence else "whole", f"{formula / 2**20:.2f}", *shares]
+        cells = [policy, "split" if sequence else "whole", f"{layer / 2**20:.2f}", *shares]
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -6,12 +6,13 @@ device, for Megatron-LM of 2021 on A100s.
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron import predict_step, profiles
+from published_formulas import Sizes
+
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
-from spmd_lm.cost_model.published_formulas import Sizes
-from spmd_lm.cost_model.step_time import StepTime, predict_step
-from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.step_time import StepTime
 from spmd_lm.resolve import abstract_plan
 
 CONFIG = Path(__file__).parents[1] / "configs/ptd-p/39.1b.yaml"
@@ -39,7 +40,7 @@ def step(config: RunConfig) -> StepTime:
     assert hardware
     p = config.parallel
     plan = abstract_plan(config, p.pipe * p.data * p.model, "gpu", A100)
-    return predict_step(config, plan, hardware, find_system(SYSTEM))
+    return predict_step(config, plan, hardware, profiles()[SYSTEM])
 
 
 def tflops(config: RunConfig) -> float:

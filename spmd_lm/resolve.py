@@ -17,9 +17,9 @@ from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_branches, prefetches
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.memory import tokens_per_chunk
+from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.modules import ModelModules, modules_of_model

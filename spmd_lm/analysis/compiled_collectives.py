@@ -1,5 +1,5 @@
-"""The collectives of a compiled program: what each sends, between which devices, how often; and their sums by mesh axes
-and part of the step, the counterpart of `expected_collectives`.
+"""Collectives of a compiled program: bytes, groups of devices and counts; and their sums by mesh axes and part of the
+step, the counterpart of `expected_collectives`.
 
 Compilers write one thing in many ways.  A TPU's reduce-scatter hides in a fusion called all-reduce-scatter, or in a
 ring of permutes beside a matrix product; an asynchronous collective is a pair of instructions, or a call that the
@@ -27,13 +27,16 @@ PARTS = ("embedding", "blocks", "head", "messages", "weights", "gradients", "sca
 class CollectiveInstruction:
     """One collective instruction of the program that every device runs.
 
-    num_arrays: operands, each of which is one collective.  full_bytes: of the larger side, gathered or unreduced, of
-    all operands together.  result_bytes: of the results.  stage_counts: how often it runs in a step, on each pipeline
-    stage.  groups: replica groups, devices by their position in the mesh; of a permute, its (source, target) pairs.
-    scope: its op_name, which ends in jax's named scopes.  conditional: whether it is in a branch.  lowered_as: how the
-    compiler wrote it, where that is not the collective itself.  chain: of a collective that a TPU takes in steps, each
-    in a fusion of its own, which chain: the first step starts it, those in between go on beside a matrix product, and
-    the last one waits for it; empty for others."""
+    num_arrays: operands, each one collective.
+    full_bytes: bytes of the larger side, gathered or unreduced, of all operands.
+    result_bytes: bytes of the results.
+    stage_counts: runs in a step, of each pipeline stage.
+    groups: replica groups, devices by their position in the mesh; of a permute, its (source, target) pairs.
+    scope: its op_name, which ends in jax's named scopes.
+    conditional: true in a branch.
+    lowered_as: the compiler's form of it, if not the collective itself.
+    chain: name of the fusions in which a TPU runs it step by step: the first starts it, others run a matmul beside it,
+    the last waits for it; empty for others."""
 
     kind: str
     dtype: str
@@ -59,8 +62,8 @@ class CollectiveInstruction:
 
     @property
     def yields_zeros(self) -> bool:
-        """Whether it is a permute without pairs, whose result is zero on every device: XLA has made one of the gather
-        and the slice of one array (openxla/xla#45218)."""
+        """True for a permute without pairs, whose result is zero on every device: XLA makes one of the gather and the
+        slice of one array (openxla/xla#45218)."""
         return self.kind == COLLECTIVE_PERMUTE and not self.groups
 
     def spanned_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ class CollectiveInstruction:
         return axes if complete or self.kind == COLLECTIVE_PERMUTE else ("?",)
 
     def way(self, sizes: Mapping[str, int]) -> int:
-        """Of a permute, the direction on the ring of devices along its axes in which most pairs are closer: 1 or -1."""
+        """Direction of a permute, 1 or -1: in which most pairs are closer on the ring of devices along its axes."""
         axes = [list(sizes).index(axis) for axis in self.spanned_axes(sizes)]
         devices = [size for n, size in enumerate(sizes.values()) if n in axes]
         coordinates = np.array(np.unravel_index(np.array(self.groups), tuple(sizes.values())))[axes]
@@ -92,10 +95,12 @@ class CollectiveInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """Collectives of one kind, axes, part and dtype in one step of one device, the mean over a pipeline's stages.
+    """Collectives of one kind, axes, part and dtype in one step of one device, the mean over pipeline stages.
 
-    count: collectives, one per array.  bytes: on the wire.  result_bytes: of their results.  stages: bytes of each
-    stage."""
+    count: collectives, one per array.
+    bytes: bytes on the wire.
+    result_bytes: bytes of their results.
+    stages: bytes on the wire of each stage."""
 
     kind: str
     axes: tuple[str, ...]
@@ -128,7 +133,7 @@ def compiled_collectives(found: list[CollectiveInstruction], sizes: dict[str, in
 def collective_instructions(
     module: HloModule, devices: int, shares: Shares | None = None
 ) -> list[CollectiveInstruction]:
-    """All collectives of one step on this many devices."""
+    """Collectives of one step on `devices` devices."""
     shares = shares or {}
     return list(collectives_within(module, module.entry, path_to_entry(shares), devices, shares))
 
@@ -136,10 +141,10 @@ def collective_instructions(
 def collectives_within(
     module: HloModule, computation: str, path: CallPath, devices: int, shares: Shares
 ) -> Iterator[CollectiveInstruction]:
-    """Those of a computation on `path` and of all that it calls, in its order."""
+    """Collectives of a computation on `path`, and of its callees, in order."""
 
     def walk(computation: str, path: CallPath, started: set[str]) -> Iterator[CollectiveInstruction]:
-        """started: chains of which a step came before."""
+        """started: chains with an earlier step."""
         for i in module.computations[computation]:
             if is_collective(i):
                 found = read_collective(module, computation, i, path, devices)
@@ -153,12 +158,12 @@ def collectives_within(
 
 
 def is_collective(i: Instruction) -> bool:
-    """Whether it sends: of an asynchronous pair, the start."""
+    """True for an instruction that sends; of an asynchronous pair, the start."""
     return i.opcode.removesuffix("-start") in KINDS
 
 
 def _chain_of(i: Instruction) -> str:
-    """See CollectiveInstruction.  Every step of a chain names the collective and its whole operand again."""
+    """Name of an instruction's chain.  Each step of one repeats the collective with its whole operand."""
     found = re.search(r'\bchain_id="?(\w+)', i.attributes)
     return f"{found[1]} {i.attribute('channel_id')}" if found else ""
 
@@ -166,9 +171,9 @@ def _chain_of(i: Instruction) -> str:
 def read_collective(
     module: HloModule, computation: str, i: Instruction, path: CallPath, devices: int
 ) -> CollectiveInstruction:
-    """What an instruction of `computation`, on `path`, sends.
+    """The collective of an instruction of `computation`, on `path`.
 
-    An all-reduce is read in the dtype of its results: a TPU's may widen its operands itself."""
+    An all-reduce has the dtype of its results: a TPU's may upcast its operands."""
     kind, lowered_as = i.opcode.removesuffix("-start"), None
     operands = [array for operand in module.operands(computation, i) for array in operand.arrays]
     if kind == ALL_REDUCE and len(operands) == len(i.arrays):
@@ -196,12 +201,12 @@ def read_collective(
 
 
 def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """See CollectiveInstruction; all devices in one group where none are listed."""
+    """Replica groups, or pairs; one group of all devices where none are listed."""
     written = re.search(r"\b(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)", attributes)
     return _parse_groups(written[0] if written else "", devices)
 
 
-@functools.lru_cache(maxsize=1024)  # thousands of pairs, of which a program has few
+@functools.lru_cache(maxsize=1024)  # a program has few distinct ones, of thousands of pairs
 def _parse_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if text.startswith("source_target_pairs"):
         return tuple((int(source), int(target)) for source, target in re.findall(r"(\d+),(\d+)", text))

@@ -1,6 +1,6 @@
-"""How often a step runs each computation of a compiled program: its calls, loops and conditionals.
+"""Execution counts of a compiled program's computations, through calls, loops and conditionals.
 
-In a pipeline the stages take different branches; jax's named scopes tell which condition a branch belongs to."""
+Pipeline stages take different branches; jax's named scopes name the condition of each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,8 @@ from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.cost_model.wire import ALL_GATHER, REDUCE_SCATTER
 
 Shares = Mapping[str, np.ndarray]
-"""For each conditional NAME, a branch or a loop of at most one iteration in a scope called when_NAME: the fraction
-of its evaluations in which it is true, float [stages]."""
+"""Fractions of evaluations in which each conditional NAME, a branch or a loop of at most one iteration in a scope
+called when_NAME, is true: float [stages]."""
 
 
 class CallPath(NamedTuple):
@@ -28,7 +28,7 @@ class CallPath(NamedTuple):
 
 
 def path_to_entry(shares: Shares) -> CallPath:
-    """Of the computation that every stage runs once."""
+    """The path to the entry, which every stage runs once."""
     return CallPath(np.ones(max(map(len, shares.values()), default=1)))
 
 
@@ -54,6 +54,21 @@ def calls(module: HloModule, i: Instruction, path: CallPath, shares: Shares) -> 
                 is_true = index > 0 or i.opcode == "while"
                 counts = counts * (shares[name] if is_true else 1 - shares[name])
             yield branch, CallPath(counts, (*path.conditionals, name), path.fused_kind)
+
+
+def kernels(module: HloModule, shares: Shares) -> Iterator[tuple[str, Instruction, np.ndarray]]:
+    """Instructions of a step but calls, loops and conditionals, whose callees are walked: (computation,
+    instruction, its runs in a step, float [stages]).  A branch without a share counts as if it were always taken."""
+
+    def walk(computation: str, path: CallPath) -> Iterator[tuple[str, Instruction, np.ndarray]]:
+        for i in module.computations[computation]:
+            if i.opcode in ("while", "conditional", "call"):
+                for callee in calls(module, i, path, shares):
+                    yield from walk(*callee)
+            else:
+                yield computation, i, path.counts
+
+    return walk(module.entry, path_to_entry(shares))
 
 
 def _conditional(module: HloModule, i: Instruction, branches: list[str], outer: tuple[str, ...]) -> str:

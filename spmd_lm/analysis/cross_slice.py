@@ -1,6 +1,6 @@
 """All-reduces between TPU slices, which the devices' hosts run.
 
-Compiled, each is a send and a receive, and only their attributes say that together they are a collective."""
+Compiled, each is a send and a receive, a collective by their attributes alone."""
 
 import dataclasses
 import re
@@ -13,8 +13,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def read_collectives_across_slices(module: HloModule, groups: Groups) -> list[str]:
-    """Makes the receiving end of each all-reduce between slices an all-reduce-start of what its sending end sends, in
-    `module`, of which nothing was read yet.  Returns what else slices send each other, as XLA names it.
+    """Replaces the receive of each all-reduce between slices by an all-reduce-start of its send's operand, in a
+    `module` that nothing has read yet.  Returns XLA's names of other transfers between slices.
 
     groups: devices at the same place of each slice."""
     listed, others = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups), []
@@ -25,7 +25,7 @@ def read_collectives_across_slices(module: HloModule, groups: Groups) -> list[st
 
 
 def _read(body: list[Instruction], groups: str) -> Iterator[Instruction]:
-    """A start stands where the later one of both ends stood: from there on there is something to send."""
+    """Places a start where the later end stood: there its operand exists."""
     ends = [i for i in body if i.opcode in ("send", "recv") and _kind(i) == "ALL_REDUCE"]
     of_transfer: dict[str, dict[str, Instruction]] = {}
     for i in ends:

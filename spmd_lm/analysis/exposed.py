@@ -1,18 +1,19 @@
-"""How much of a compiled step's communication nothing hides, by walking its schedule with a clock.
+"""Exposed communication of a compiled step, by walking its schedule with a clock.
 
 A device has one compute stream, which runs each computation's instructions in the order of the text, and for each mesh
-axis one wire, which sends one collective at a time; groups over several axes, which are rare and small, have one of
-their own.  On a ring, where a permute sends one way and other collectives both ways, each way is a wire.  A synchronous
-collective holds up compute: all of it is exposed.  An asynchronous one is on its wire from its start on, and what its
-end has to wait for is exposed.  A collective in a fusion is hidden by the matrix product beside it, and a chain of such
-fusions by all of their products.
+axis one wire, which sends one collective at a time; groups over several axes, rare and small, have their own.  On a
+ring each direction is a wire: a permute takes one, other collectives both.  A synchronous collective is exposed.  An
+asynchronous one takes its wire from its start on, and the wait at its end is exposed.  A collective in a fusion is
+hidden by the matmul beside it, and a chain of such fusions by all of their matmuls.
 
-Of a loop two turns are walked, and the second one is repeated.  A branch counts as often as it runs on a pipeline's
-stages, the mean over them; where that is not known, the dearest branch counts as always taken."""
+Two iterations of a loop are walked, and the second is repeated.  A branch counts as often as it runs, the mean over
+pipeline stages; without a share the slowest branch counts as always taken."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from spmd_lm.analysis.compiled_collectives import (
     CollectiveInstruction,
@@ -30,11 +31,12 @@ from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 
 
 class Speeds(NamedTuple):
-    """How fast the devices are that a step runs on.
+    """Speeds of a step's devices.
 
-    kernels: of one device.  sizes: of the mesh axes, outermost first.  bandwidth: bytes per second that a device sends
-    in a collective of this kind over these axes.  is_ring: whether each way round along these axes has links of its
-    own."""
+    kernels: speeds of one device.
+    sizes: sizes of the mesh axes, outermost first.
+    bandwidth: bytes per second that a device sends in a collective of a kind over axes.
+    is_ring: true if each direction along these axes has its own links."""
 
     kernels: KernelSpeeds
     sizes: Mapping[str, int]
@@ -43,23 +45,21 @@ class Speeds(NamedTuple):
 
 
 def walk_schedule(module: HloModule, speeds: Speeds, shares: Shares | None = None) -> dict[str, Any]:
-    """Of a step that its compiler scheduled: {rows: [{kind, axes, bytes, wire_seconds, exposed_seconds}],
+    """Seconds of a step that its compiler scheduled: {rows: [{kind, axes, bytes, wire_seconds, exposed_seconds}],
     exposed_fraction, wire_seconds, exposed_seconds, compute_seconds, step_seconds}, the largest row first.
 
-    bytes: that a device sends.  exposed_fraction: of the bytes; those of a collective that compute waits for during a
-    part of its time count with that part.  Where one waits for its wire, the step takes longer than compute and what is
-    exposed."""
+    bytes: bytes that a device sends.
+    exposed_fraction: share of the bytes; a collective counts with the exposed share of its time.
+    step_seconds: more than compute and exposed where a collective waits for its wire."""
     shares = shares or {}
     walk = _Walk(module, speeds, shares)
     walk.run(module.entry, path_to_entry(shares))
     state = walk.state
-    rows = [
-        {"kind": kind, "axes": list(axes), "bytes": sent, "wire_seconds": seconds, "exposed_seconds": waited}
-        for (kind, axes), (sent, seconds, waited, _) in (
-            (key, map(float, amounts)) for key, amounts in state.rows.items()
-        )
-    ]
-    sent, wire_seconds, exposed_seconds, exposed_bytes = map(float, sum(state.rows.values(), start=State.no_amounts()))
+    rows: list[dict[str, Any]] = []
+    for (kind, axes), amounts in state.rows.items():
+        sent, seconds, waited, _ = amounts.tolist()
+        rows.append({"kind": kind, "axes": [*axes], "bytes": sent, "wire_seconds": seconds, "exposed_seconds": waited})
+    sent, wire_seconds, exposed_seconds, exposed_bytes = map(float, sum(state.rows.values(), start=np.zeros(4)))
     return {
         "rows": sorted(rows, key=lambda row: -row["bytes"]),
         "exposed_fraction": exposed_bytes / sent if sent else 0.0,
@@ -71,8 +71,11 @@ def walk_schedule(module: HloModule, speeds: Speeds, shares: Shares | None = Non
 
 
 class _Scheduled(NamedTuple):
-    """An instruction of a schedule.  seconds: of compute.  transfers: what it sends, or starts to send.  ended_chains:
-    those of which it is the last step."""
+    """An instruction of a schedule.
+
+    seconds: seconds of compute.
+    transfers: collectives that it runs or starts.
+    ended_chains: chains that end with it."""
 
     instruction: Instruction
     seconds: float
@@ -90,8 +93,8 @@ class _Walk:
         """Moves the clock to the end of a computation on `path`."""
         for step in self._steps(computation, path):
             i, state = step.instruction, self.state
-            if i.opcode == "while" and (turns := self.module.trip_count(i)) is not None:
-                self._loop(i, path, turns)
+            if i.opcode == "while" and (iterations := self.module.trip_count(i)) is not None:
+                self._loop(i, path, iterations)
             elif i.opcode in ("while", "conditional"):
                 self._branch(i, path)
             elif i.opcode == "call":
@@ -105,14 +108,14 @@ class _Walk:
             else:
                 state.compute_beside(step.seconds, step.transfers, step.ended_chains)
 
-    def _loop(self, i: Instruction, path: CallPath, turns: int) -> None:
+    def _loop(self, i: Instruction, path: CallPath, iterations: int) -> None:
         ((body, body_path),) = calls(self.module, i, path, self.shares)
-        if turns > 0:
+        if iterations > 0:
             self.run(body, body_path)
-        if turns > 1:
+        if iterations > 1:
             before = self.state.copy()
             self.run(body, body_path)
-            self.state.scale_since(before, turns - 1)
+            self.state.scale_since(before, iterations - 1)
 
     def _branch(self, i: Instruction, path: CallPath) -> None:
         """A conditional, or a loop of at most one iteration."""
@@ -133,8 +136,7 @@ class _Walk:
 
     def _steps(self, computation: str, path: CallPath) -> list[_Scheduled]:
         """The schedule of a computation, read once for each collective that it may stand for."""
-        key = (computation, path.fused_kind)
-        if key not in self._steps_of:
+        if (key := (computation, path.fused_kind)) not in self._steps_of:
             body = self.module.computations[computation]
             transfers = [self._transfers(computation, i, path) for i in body]
             positions: dict[str, list[int]] = {}
@@ -144,23 +146,23 @@ class _Walk:
             firsts, lasts = ({chain: at[end] for chain, at in positions.items() if chain} for end in (0, -1))
             self._steps_of[key] = []
             for position, (i, each) in enumerate(zip(body, transfers, strict=True)):
-                goes_on = any(t.chain and firsts[t.chain] < position < lasts[t.chain] for t in each)
-                seconds = self._seconds(computation, i, beside=bool(each) and not goes_on)
+                continues = any(t.chain and firsts[t.chain] < position < lasts[t.chain] for t in each)
+                seconds = self._seconds(computation, i, beside=bool(each) and not continues)
                 ended = frozenset(t.chain for t in each if t.chain and lasts[t.chain] == position)
                 self._steps_of[key].append(_Scheduled(i, seconds, each, ended))
         return self._steps_of[key]
 
     def _seconds(self, computation: str, i: Instruction, *, beside: bool) -> float:
-        """Of compute.  beside: a collective, whose own memory traffic is none: only a matrix product counts."""
+        """Seconds of compute.  beside: it has a collective, whose memory traffic counts none, only its matmul."""
         apart = i.opcode in ("while", "conditional", "call") or i.opcode.endswith(("-start", "-update", "-done"))
-        if apart and i.opcode != "fusion-start":  # a GPU's copy beside other kernels, with which it shares the memory
+        if apart and i.opcode != "fusion-start":  # a GPU's copy beside other kernels shares the memory
             return 0.0
         if beside and not self.costs.flops(computation, i):
             return 0.0
         return self.speeds.kernels.seconds(self.costs, computation, i)
 
     def _transfers(self, computation: str, i: Instruction, path: CallPath) -> tuple[Transfer, ...]:
-        """What an instruction sends, other than a call, a loop or a conditional, which have schedules of their own."""
+        """Collectives of an instruction; calls, loops and conditionals have schedules of their own."""
         sizes, devices, found = self.speeds.sizes, math.prod(self.speeds.sizes.values()), []
         if is_collective(i):
             found = [read_collective(self.module, computation, i, path, devices)]
@@ -176,7 +178,7 @@ class _Walk:
         return tuple(transfers)
 
     def _wires(self, c: CollectiveInstruction, axes: tuple[str, ...]) -> tuple[Wire, ...]:
-        """Those that a collective over these axes takes up."""
+        """Wires that a collective over these axes takes."""
         if c.kind == COLLECTIVE_PERMUTE and self.speeds.is_ring(axes):
             return ((axes, c.way(self.speeds.sizes)),)
         return (axes, 1), (axes, -1)

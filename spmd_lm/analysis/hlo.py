@@ -1,7 +1,7 @@
 """The text of a compiled program, HLO, split into computations and instructions.
 
-Nothing here knows what an instruction means; compiled_collectives.py, instruction_costs.py and exposed.py do.  A step
-is megabytes of text, whose computations are walked several times: what is read of an instruction is read once."""
+Meanings of instructions are in compiled_collectives.py, instruction_costs.py and exposed.py.  A step is megabytes of
+text, walked several times: each instruction is parsed once."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class HloArray(NamedTuple):
-    """Of a shape: dtype as HLO writes it, such as bf16; sizes of its dimensions, outermost first; bytes."""
+    """An array of a shape.  dtype: HLO's name, such as bf16.  dims: sizes, outermost first."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -30,22 +30,22 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        """Their names: all that begin with % before the first attribute."""
+        """Names of operands: all that begin with % before the first attribute."""
         return re.findall(r"%([\w.\-]+)", re.split(r"\), [\w\-]+=", self.attributes, maxsplit=1)[0])
 
     @functools.cached_property
     def arrays(self) -> list[HloArray]:
-        """Of its result, tuples flattened."""
+        """Arrays of the result, tuples flattened."""
         return parse_shape(self.shape)
 
     @functools.cached_property
     def bytes(self) -> int:
-        """Of its result."""
+        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @functools.cached_property
     def elements(self) -> int:
-        """Of its result."""
+        """Elements of the result."""
         return sum(math.prod(array.dims) for array in self.arrays)
 
     @property
@@ -81,10 +81,10 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 
 class HloModule:
-    """The text of an HLO module, split into its computations.
+    """An HLO module.
 
-    computations: their instructions, in the order of the schedule where the compiler made one.  entry: the name of the
-    one that a step runs."""
+    computations: instructions by computation, in the order of the compiler's schedule, if there is one.
+    entry: the computation that a step runs."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -110,12 +110,12 @@ class HloModule:
         return self._by_name[computation]
 
     def operands(self, computation: str, i: Instruction) -> list[Instruction]:
-        """Those instructions of `computation` whose results `i` reads, in its order."""
+        """Instructions of `computation` whose results `i` reads, in its order."""
         known = self.by_name(computation)
         return [known[name] for name in i.operands if name in known]
 
     def source(self, i: Instruction) -> str:
-        """FILE:LINE of the innermost frame in which jax traced it; empty where the compiler made it of its own."""
+        """FILE:LINE of the innermost frame in which jax traced it; empty if the compiler added it."""
         frame = re.search(r"\bstack_frame_id=(\d+)", i.attributes)
         if not frame or not (location := self._source_row("StackFrames", int(frame[1]), "file_location_id")):
             return ""
@@ -127,7 +127,7 @@ class HloModule:
         return int(found[1]) if found else 0
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """None for a loop of at most one iteration: it tests a flag, and does not count up to a number."""
+        """Iterations of a loop; None for at most one: it tests a flag, and does not count up to a number."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(known[1])
         condition = self.computations[loop.attribute("condition")]

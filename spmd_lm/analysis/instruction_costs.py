@@ -1,7 +1,7 @@
-"""What an instruction of a compiled program costs: FLOPs of the matrix products in it, and bytes to and from memory.
+"""Costs of an instruction of a compiled program: FLOPs of its matmuls, and bytes to and from memory.
 
-FLOPs are 2 per multiply-add.  On a TPU a matrix product is a convolution, whose windows may reach into its padding:
-only positions inside of its operand count.  Kernels that are not HLO, such as cuDNN's attention, count no FLOPs."""
+FLOPs are 2 per multiply-add.  On a TPU a matmul is a convolution, whose windows may reach into padding: only positions
+inside of its operand count.  Kernels that are not HLO, such as cuDNN's attention, count no FLOPs."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.cost_model.wire import KINDS
 
 _NO_MEMORY = {
-    # what only names or arranges values, or happens once, or is walked of its own
+    # names or arranges values, or happens once, or is walked by itself
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "iota", "add-dependency", "domain", "while", "conditional"),
 }
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand replaces, or is added to, a part of the first one
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that replaces, or is added to, a slice of the first
 _WHOLE = {
-    # of which any element of the result may need all of the operands
+    # an element of the result may need all of the operands
     *("dot", "convolution", "custom-call", "fusion", "reduce", "reduce-window", "select-and-scatter", "sort", "map"),
     *("call", "while", "conditional", "fft", "cholesky", "triangular-solve", "rng-bit-generator", *_UPDATES, "gather"),
     *(kind + end for kind in KINDS for end in ("", "-start")),
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
 
 class InstructionCosts:
-    """FLOPs and traffic of a module's instructions, each computation of which is read once."""
+    """FLOPs and traffic of a module's instructions; each computation is read once."""
 
     def __init__(self, module: HloModule):
         self.module = module
@@ -54,7 +54,7 @@ class InstructionCosts:
         self._fused_traffic: dict[str, tuple[dict[int, float], float]] = {}
 
     def flops(self, computation: str, i: Instruction) -> float:
-        """FLOPs of an instruction of `computation`, and of all that it calls, other than loops and conditionals."""
+        """FLOPs of an instruction of `computation` and of its callees, except loops and conditionals."""
         if i.callee:
             return self._flops_within(i.callee)
         if i.opcode in ("dot", "convolution") or (_is_gemm(i)):
@@ -69,10 +69,9 @@ class InstructionCosts:
         return self._flops[computation]
 
     def traffic(self, computation: str, i: Instruction) -> Traffic:
-        """Bytes of an instruction of `computation`, on its own memory alone; none of one that others wait for, or that
-        only names or arranges values.
-
-        Of an array that it only slices, gathers from or updates in place, the slices."""
+        """Bytes that an instruction of `computation` reads and writes; none for the end of an asynchronous one, or for
+        one that names or arranges values.  Arrays that it slices, gathers from or updates in place count their slices
+        alone."""
         if i.opcode in _NO_MEMORY or i.opcode.endswith(("-update", "-done")) or _ALLOCATION in i.attributes:
             return Traffic(0.0, 0.0)
         if i.opcode.removesuffix("-start") == "fusion":
@@ -91,7 +90,7 @@ class InstructionCosts:
         return Traffic(sum(_needed(i, n, each, elements) * _itemsize(each) for n, each in enumerate(operands)), written)
 
     def kind(self, computation: str, i: Instruction) -> str:
-        """What an instruction of `computation` that has traffic is: one of the kinds above."""
+        """Kind, one of those above, of an instruction of `computation` that has traffic."""
         within = self.within(i.callee) if i.callee else [i]
         if any(each.opcode.removesuffix("-start") in KINDS for each in within):
             return COLLECTIVE_KERNELS
@@ -109,13 +108,13 @@ class InstructionCosts:
         return FILLS if work <= {"broadcast"} else OTHERS
 
     def within(self, computation: str) -> list[Instruction]:
-        """The instructions of a computation, and of those that it calls."""
+        """Instructions of a computation and of its callees."""
         body = self.module.computations[computation]
         return [each for i in body for each in (self.within(i.callee) if i.callee else [i])]
 
     def attention_flops(self, computation: str, i: Instruction) -> float:
-        """FLOPs of a call of cuDNN's attention, which is not HLO: of a causal one, half; backward runs five products
-        for forward's two."""
+        """FLOPs of a call of cuDNN's attention, which is not HLO: half if causal; backward runs five matmuls for
+        forward's two."""
         (call,) = self.within(i.callee) if i.callee else [i]
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^]]*)\]', call.attributes)
         assert scores, call.attributes
@@ -124,9 +123,9 @@ class InstructionCosts:
         return 4.0 * size * causal * (2.5 if "Backward" in call.attributes else 1.0)
 
     def _fused(self, computation: str) -> tuple[dict[int, float], float]:
-        """Bytes that a fused computation reads of each parameter, and that it writes.
+        """Bytes that a fused computation reads of each parameter, and bytes that it writes.
 
-        A kernel computes what its results need, element by element, from the last instruction to the first."""
+        A kernel computes what its results need, element by element: a walk from last to first."""
         if computation not in self._fused_traffic:
             body = self.module.computations[computation]
             needed, in_place, reads, written = defaultdict[str, float](float), dict[str, float](), {}, 0.0
@@ -151,7 +150,7 @@ class InstructionCosts:
         return self._fused_traffic[computation]
 
     def _in_place(self, computation: str, result: Instruction) -> Instruction | None:
-        """The update that makes a result out of a parameter's own memory; None for any other result."""
+        """The update in place that makes a result from a parameter's memory; None for other results."""
         while result.opcode == "bitcast":
             (result,) = self.module.operands(computation, result)
         if result.opcode not in _UPDATES:
@@ -163,13 +162,13 @@ class InstructionCosts:
 
 
 def _updated(i: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-    """Traffic of an update in place: elements that it reads of what it updates, and bytes that it writes."""
+    """Traffic of an update in place: elements read of its base, bytes written."""
     update, base = operands[_UPDATES[i.opcode]], operands[0]
     return (update.elements if i.opcode == "scatter" else 0.0), float(min(update.bytes, base.bytes))
 
 
 def _needed(i: Instruction, position: int, operand: Instruction, elements: float) -> float:
-    """Elements of its operand at `position` that an instruction reads for so many of its own."""
+    """Elements that an instruction reads of its operand at `position`, for `elements` of its result."""
     if position == 0 and i.opcode in (*_UPDATES, "gather"):
         return min(operand.elements, elements)
     if i.opcode in ("dynamic-slice", "dynamic-update-slice") and position > 1:
@@ -178,7 +177,7 @@ def _needed(i: Instruction, position: int, operand: Instruction, elements: float
 
 
 def _moved(i: Instruction) -> int:
-    """Bytes of a result, without the workspace of a library's call."""
+    """Bytes of a result, without the workspace of a library call."""
     arrays = i.arrays
     if i.opcode in ("custom-call", "get-tuple-element"):
         arrays = [each for each in arrays if not (each.dtype in _OF_WORKSPACE and len(each.dims) == 1)]
@@ -203,7 +202,8 @@ def _contracted(i: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -
 
 
 def _convolved(i: Instruction, data: tuple[int, ...], kernel: tuple[int, ...]) -> float:
-    """The same for a convolution; dim_labels=bf0_io0->bf0 names the dimensions of data, kernel and result."""
+    """Multiply-adds for each element of a convolution's result.  dim_labels=bf0_io0->bf0 names the dimensions of data,
+    kernel and result."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     assert labels, i.attributes
     of_data, of_kernel, of_result = labels.groups()
@@ -228,9 +228,9 @@ def _window(text: str, dim: int) -> tuple[int, int, int, int]:
 
 @functools.cache
 def _positions(data: int, kernel: int, result: int, *window: int) -> float:
-    """Along one dimension, positions of a kernel inside of the data, the mean over positions of the result.
+    """Positions of a kernel inside of the data along one dimension, the mean over positions of the result.
 
-    A dimension of a batch may be written as a window: then there is just one."""
+    A batch dimension may be a window: then there is just one."""
     if kernel * result > _MOST_POSITIONS:
         return kernel
     step, padding, data_dilation, kernel_dilation = window

@@ -1,7 +1,7 @@
 """A scaling law fitted to a sweep: the loss after training N parameters on D tokens, with 95% bands.
 
 Chinchilla's form, L(N, D) = E + A / N^alpha + B / D^beta (arXiv:2203.15556, section 3.3), fitted as in its appendix D.2
-to log L, as a log-sum-exp of e = log E, a = log A and b = log B.  What differs from the paper:
+to log L, as a log-sum-exp of e = log E, a = log A and b = log B.  Differences from the paper:
 
 - Starts.  Given the exponents, the form is linear in E, A and B, so that a grid of exponents alone is enough.
 - Loss.  The paper's Huber loss, with a delta of 1e-3, is almost the absolute value: it needs 1.6 times the points that
@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScalingLaw:
-    """What `fit` returns.  N and D are counted as those that were passed to it, and losses are in nats."""
+    """A fitted law.  N and D are in the units passed to `fit`, losses in nats."""
 
     E: Estimate  # the loss of an infinite model on infinite data
     A: Estimate
@@ -88,7 +88,7 @@ def fit(
     residual = float(np.sqrt(((target - mean) ** 2).sum() / freedom))
 
     generator = np.random.default_rng(seed)
-    # The noise is uncertain too: each simulated sweep draws it, which makes bands as wide as Student's t says.
+    # The noise is uncertain too: each simulated sweep draws it, for bands as wide as Student's t.
     noise_R = residual * np.sqrt(freedom / generator.chisquare(freedom, replicates))
     simulated_RN = mean + noise_R[:, None] * generator.standard_normal((replicates, target.size))
     replicates_RP, _ = _minimize(fitted_RP.repeat(replicates, axis=0), *points, simulated_RN)
@@ -99,7 +99,7 @@ def fit(
 
 
 def _check(n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> None:
-    """FitError if these points determine no law."""
+    """Raises FitError if these points determine no law."""
     if not len(n) == len(d) == len(loss):
         raise FitError(f"scaling law: {len(n)} sizes, {len(d)} token counts and {len(loss)} losses. Pass one per run.")
     for name, values, cause in (
@@ -128,10 +128,10 @@ def _check(n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> None:
 
 
 def _inliers(log_n: np.ndarray, log_d: np.ndarray, log_loss: np.ndarray) -> np.ndarray:
-    """bool [N]: False for outliers of the fit with the paper's Huber loss, which hardly sees them."""
+    """bool [N]: False for outliers of a fit with the paper's Huber loss, which they hardly move."""
     fits_RP, costs_R = _minimize(_starts(log_n, log_d, np.exp(log_loss)), log_n, log_d, log_loss[None], HUBER_DELTA)
     errors = np.abs(_log_loss(fits_RP[[costs_R.argmin()]], log_n, log_d)[0][0] - log_loss)
-    # Such a fit passes through as many points as it has parameters: they say nothing about the noise.
+    # Such a fit passes through as many points as it has parameters; these have no noise.
     noise = np.median(np.sort(errors)[NUM_PARAMETERS:]) / 0.6745  # of a normal distribution
     return errors <= max(OUTLIER * noise, 1e-9)  # not below rounding, for losses without noise
 

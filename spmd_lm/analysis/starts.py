@@ -1,4 +1,4 @@
-"""Which instruction started what another one waits for; through tuples, and from one turn of a loop to the next."""
+"""Start of each asynchronous operation that an instruction waits for, through tuples and iterations of loops."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from spmd_lm.analysis.hlo import HloModule, Instruction
 
 
 class Starts:
-    """Of the asynchronous instructions of a module."""
+    """Starts of the asynchronous instructions of a module."""
 
     def __init__(self, module: HloModule):
         self.module = module
@@ -20,16 +20,14 @@ class Starts:
         self._found: dict[tuple[str, str], list[str]] = {}
 
     def of(self, computation: str, done: Instruction) -> list[str]:
-        """Names of all that may have started what `done`, in `computation`, waits for: in a loop one before it, and
-        one in the turn before."""
-        key = (computation, done.name)
-        if key not in self._found:
-            names = self._trace(computation, done.operands[0], None, set())
-            self._found[key] = list(dict.fromkeys(names))
+        """Names of possible starts of what `done`, in `computation`, waits for: in a loop one before it, and one in the
+        iteration before."""
+        if (key := (computation, done.name)) not in self._found:
+            self._found[key] = list(dict.fromkeys(self._trace(computation, done.operands[0], None, set())))
         return self._found[key]
 
     def _trace(self, computation: str, name: str, element: int | None, seen: set[tuple]) -> Iterator[str]:
-        """The starts that a value, or an element of a tuple, comes from."""
+        """Starts that a value, or an element of a tuple, comes from."""
         i = self.module.by_name(computation).get(name)
         if not i or (computation, name, element) in seen:
             return

@@ -36,11 +36,6 @@ class RematPolicy:
     def saves_branch_sums(self) -> bool:
         return self.policy == "residual"
 
-    @property
-    def saved_streams(self) -> int:
-        """Residual streams saved per recomputed layer: its input, and the branch-ending sums that backward needs."""
-        return 1 + self.saves_branch_sums * self.needed_sums
-
     def repeated_reductions(self, *, scan: bool) -> float:
         """Forward reductions over `model` (Megatron's g) of a layer that backward repeats.  scan: layers run in a
         loop."""

@@ -105,16 +105,6 @@ class Model(Section):
         """Width of all keys; also of all values."""
         return (self.kv_heads or self.heads) * self.head_dim
 
-    def qkv_width(self, shards: int = 1) -> float:
-        """Width of one device's queries, keys and values when `shards` devices divide the heads.  Devices whose queries
-        use the same key/value head each have a copy."""
-        kv_heads = max((self.kv_heads or self.heads) / shards, 1)
-        return self.query_width / shards + 2 * kv_heads * self.head_dim
-
-    def qk_width(self, shards: int = 1) -> float:
-        """Width of one device's queries and keys."""
-        return (self.query_width / shards + self.qkv_width(shards)) / 2
-
     @property
     def gated(self) -> bool:
         """The MLP has a second hidden layer that gates the first (arXiv:2002.05202)."""
@@ -431,6 +421,11 @@ class RunConfig(Section):
         if self.model.period is None:
             return (self,)
         return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
+
+    def stack_path(self, place: int) -> tuple[str, ...]:
+        """The path, among the parameters, of the layers at this place of their periods."""
+        kinds = self.model.kinds
+        return ("blocks", f"{place}_{kinds[place].kind}") if len(kinds) > 1 else ("blocks",)
 
     @property
     def chunks(self) -> int:

@@ -1,14 +1,13 @@
-"""The collectives that a train step must send, by the papers' formulas.
+"""Collectives that a train step must send, by the papers' formulas.
 
-Bytes are what each device sends in one step on a ring of n: for an all-reduce of S bytes 2S(n-1)/n, for an all-gather
+Bytes are those that a device sends in a step on a ring of n: for an all-reduce of S bytes 2S(n-1)/n, for an all-gather
 to or a reduce-scatter from S bytes S(n-1)/n.  Sources: tensor parallelism arXiv:1909.08053, section 3; sequence
 parallelism arXiv:2205.05198, section 4.2; ZeRO arXiv:1910.02054, section 7; pipelines arXiv:2104.04473, section 4.1,
 and arXiv:2211.05953.  In the formulas there are L layers and m microbatches; A is the bytes of one microbatch's
-activations on a device, sequences x context x width; P is the number of parameters.  In a pipeline L and P are those of
-one stage.
+activations on a device, sequences x context x width; P is the number of parameters; L and P are one stage's.
 
-Stages of a pipeline send different amounts: rows are means over the stages.  A permute of S bytes counts S for every
-device, even where the first or the last stage has no neighbour to send to."""
+Rows are means over pipeline stages.  A permute of S bytes counts S for every device, even where the first or the last
+stage has no neighbour to send to."""
 
 import dataclasses
 import functools
@@ -21,8 +20,8 @@ from typing import NamedTuple
 from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, shares_of_kinds, tokens_per_device
-from spmd_lm.cost_model.own_layer import Sent, has_own_block, sent_by_layer
+from spmd_lm.cost_model.layer_trace import Sent, has_own_block, trace_layers
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_before_logits
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
@@ -30,15 +29,16 @@ from spmd_lm.parallel.plan import Plan
 
 Axes = tuple[str, ...]
 Array = tuple[str, float]
-"""The dtype and the number of elements of what a collective sends, gathered or unreduced."""
+"""Dtype and elements of a collective's array, gathered or unreduced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedCollective:
-    """All collectives of one kind, over the same mesh axes, for one part of the step.
+    """Collectives of one kind, over the same mesh axes, for one part of the step.
 
-    count: collectives in a step, one per array.  bytes: on the wire, per device and step.  repeated: bytes of them that
-    backward sends again outside of a loop over layers, where a CPU's compiler may merge them with the first."""
+    count: collectives in a step, one per array.
+    bytes: bytes on the wire, per device and step.
+    repeated: those that backward sends again outside of a loop over layers; a CPU's compiler may merge them."""
 
     kind: str
     axes: Axes
@@ -51,20 +51,22 @@ class ExpectedCollective:
 
 
 def expected_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollective]:
-    """Those of one train step under `plan`.  Axes of one device have none."""
+    """Collectives of one train step under `plan`; none over axes of one device."""
     step = _Step(config, plan)
     over_model = (_embedding, _blocks, _head) if plan.layout.model > 1 else ()
-    sources = (_messages, *over_model, _zero, _gradient_sums, _scalars)
+    sources = (_stage_sends, *over_model, _zero, _gradient_sums, _scalars)
     return [row for source in sources for row in source(step)]
 
 
 class _Runs(NamedTuple):
-    """How often a device runs each part of a step, the mean over the stages of a pipeline.
+    """Execution counts of a step's parts on a device, the mean over pipeline stages.
 
-    forward_passes: layers run forward alone, saving at most the chunk's input.  layer_passes: layers run forward with
-    backward right after.  embedding, embedding_grad, head: microbatches run through each.  messages: sends to
-    neighbours, one per tick and direction, and received those that carry an activation or a gradient.  chunk_gathers,
-    chunk_scatters: how often a breadth-first schedule starts on another chunk, and completes a chunk's gradients."""
+    forward_passes: layers run forward alone, saving at most the chunk's input.
+    layer_passes: layers run forward with backward right after.
+    embedding, embedding_grad, head: microbatches.
+    stage_sends: sends to neighbours, one per tick and direction.
+    received: sends that carry an activation or a gradient.
+    chunk_gathers, chunk_scatters: chunks that a breadth-first schedule starts on, and whose gradients it completes."""
 
     forward_passes: float
     layer_passes: float
@@ -72,13 +74,13 @@ class _Runs(NamedTuple):
     embedding_grad: float
     head: float
     received: float = 0
-    messages: int = 0
+    stage_sends: int = 0
     chunk_gathers: float = 0
     chunk_scatters: float = 0
 
 
 def layer_passes(config: RunConfig, plan: Plan) -> tuple[float, float]:
-    """Layers that a device runs in a step, the mean over the stages: forward alone, and forward with backward."""
+    """Layers run in a step, the mean over stages: forward alone, and forward with backward."""
     runs = _runs(config, plan)
     return runs.forward_passes, runs.layer_passes
 
@@ -95,7 +97,7 @@ def _runs(config: RunConfig, plan: Plan) -> _Runs:
     if p.run_idle_stages:  # both branches run in every tick
         counts = counts.with_idle_stages()
     breadth_first = p.schedule == "breadth_first"
-    # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
+    # Otherwise a chunk before the head runs forward only at the beginning of its backward pass.
     skipped = 0 if breadth_first or p.run_idle_stages else counts.last
     runs = _Runs(
         forward_passes=(counts.active - skipped) * chunk_layers,
@@ -104,19 +106,19 @@ def _runs(config: RunConfig, plan: Plan) -> _Runs:
         embedding_grad=embedding_trains * (m * counts.per_step if breadth_first else counts.first),
         head=m * counts.per_step if breadth_first else counts.last,
         received=counts.received,
-        messages=2 * counts.ticks,
+        stage_sends=2 * counts.ticks,
         chunk_gathers=counts.new_chunks,
         chunk_scatters=counts.chunk_ends,
     )
     if plan.trains_below_head or not breadth_first:
         return runs
     loads = counts.ticks if p.run_idle_stages else config.chunks
-    received, messages = counts.received / 2, counts.ticks
-    return runs._replace(layer_passes=0, received=received, messages=messages, chunk_gathers=loads, chunk_scatters=0)
+    received, sends = counts.received / 2, counts.ticks
+    return runs._replace(layer_passes=0, received=received, stage_sends=sends, chunk_gathers=loads, chunk_scatters=0)
 
 
 class _Unneeded(NamedTuple):
-    """Reductions and gathers of a branch's streams, and the keys of matrices that backward does without."""
+    """Reductions and gathers of a branch's streams, and keys of matrices, that backward does not need."""
 
     reductions: int = 0
     gathers: int = 0
@@ -124,17 +126,17 @@ class _Unneeded(NamedTuple):
 
 
 class _Step:
-    """What all sources of collectives read."""
+    """Quantities that all sources of collectives read."""
 
     def __init__(self, config: RunConfig, plan: Plan):
         self.config, self.plan, self.runs = config, plan, _runs(config, plan)
-        self.compute, self.wide = config.precision.compute, at_least_float32(config.precision.compute)
+        self.compute, self.accum_dtype = config.precision.compute, at_least_float32(config.precision.compute)
         self.layers = config.model.layers // plan.layout.pipe
         self.tokens = tokens_per_device(config, plan.layout)
         # One microbatch's residual stream with the whole sequence: A.
         self.activations = self.compute, self.tokens * config.model.width
-        # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last period,
-        # and both of two, because XLA unrolls a loop of one iteration; and those of a period that is cut short.
+        # Share of a chunk's layers outside of loops: all if unrolled; with prefetch the last period, or both of two, as
+        # XLA unrolls a loop of one iteration; and those of a period that is cut short.
         layers, period = config.layers_per_chunk, len(config.model.kinds)
         outside = layers % period + period * bool(plan.prefetch)
         self.unrolled = 1.0 if not plan.scan or (plan.prefetch and layers // period == 2) else outside / layers
@@ -143,14 +145,14 @@ class _Step:
     def row(
         self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
     ) -> ExpectedCollective:
-        """`count` collectives of `array` over `axes`, of which backward repeats `repeated` outside of a loop."""
+        """`count` collectives of `array` over `axes`; backward repeats `repeated` of them outside of a loop."""
         dtype, elements = array
         bytes_ = wire_bytes(kind, elements * dtype_bytes(dtype), math.prod(self.plan.sizes[axis] for axis in axes))
         return ExpectedCollective(kind, axes, part, dtype, count, count * bytes_, formula, repeated * bytes_)
 
     def reductions(self, part: str, count: float, formula: str, repeated: float = 0) -> Iterator[ExpectedCollective]:
-        """`count` sums of A over `model`: all-reduces; or where the sequence is sharded reduce-scatters, one mesh axis
-        after the other, of which each leaves the next a shard to send."""
+        """`count` sums of A over `model`: all-reduces; if the sequence is sharded reduce-scatters, one mesh axis after
+        the other, each of the shard that the one before leaves."""
         if not self.plan.sequence:
             yield self.row(ALL_REDUCE, self.model_axes, part, self.activations, count, formula, repeated)
             return
@@ -159,20 +161,18 @@ class _Step:
             yield self.row(REDUCE_SCATTER, (axis,), part, (dtype, elements * share), count, formula, repeated)
 
     def gathers_again(self, branch: str) -> bool:
-        """Whether backward gathers the branch's input again, which was saved as shards: for the gradients of the
-        matrices that it goes into, or to run the layer again."""
+        """True if backward gathers the branch's saved shards of input again: for gradients of the matrices that read
+        it, or to recompute the layer."""
         trains = any(self.plan.reads_input("blocks", branch, key) for key in _COLUMN[branch])
         return trains or self.config.remat.policy in ("full", "residual", "block")
 
     @functools.cached_property
     def unneeded(self) -> dict[str, "_Unneeded"]:
-        """By branch, what backward through the first layer does without, as nothing below is trained.  A loop over
-        layers, and a pipeline, compute it all the same."""
+        """Collectives by branch that backward through the first layer does not need, as nothing below is trained.  A
+        loop over layers, and a pipeline, run them all the same."""
         plan = self.plan
-        if has_own_block(self.config):
-            return {}
-        in_a_loop = plan.scan and not plan.prefetch
-        if plan.layout.pipe > 1 or plan.trains("embedding") or in_a_loop or not self.runs.layer_passes:
+        in_a_loop = plan.layout.pipe > 1 or (plan.scan and not plan.prefetch)
+        if has_own_block(self.config) or plan.trains("embedding") or in_a_loop or not self.runs.layer_passes:
             return {}
         first = [key for key in plan.names["blocks"] if key.startswith("0_")]  # where layers are of several kinds
         m, trains = self.config.model, functools.partial(plan.trains, "blocks", *first)
@@ -180,59 +180,56 @@ class _Step:
         before_attention = norm_first and trains("norm1")
         first_branch = any(map(trains, ("attention", "norm1", "post_norm1"))) and not m.parallel_branches
         before_mlp = first_branch or (norm_first and trains("norm2"))
-        unneeded = {}
-        if not (before_attention or trains("attention")):
-            unneeded["attention"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["attention"], "out"))
-        elif not before_attention:
-            unneeded["attention"] = _Unneeded(reductions=1, weights=_COLUMN["attention"])
-        if not (before_mlp or trains("norm2") or trains("mlp")):
-            unneeded["mlp"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["mlp"], "down"))
-        elif not before_mlp:
-            unneeded["mlp"] = _Unneeded(reductions=1, weights=_COLUMN["mlp"])
-        return unneeded
+        branches = (
+            ("attention", before_attention, trains("attention"), "out"),
+            ("mlp", before_mlp, trains("norm2") or trains("mlp"), "down"),
+        )
+        return {
+            branch: _Unneeded(1, not trained, _COLUMN[branch] if trained else (*_COLUMN[branch], row))
+            for branch, before, trained, row in branches
+            if not before
+        }
 
     def shares(self, axes: Axes) -> Iterator[tuple[str, float]]:
-        """Mesh axes over which an array is scattered one after the other, and the share of it that each scatters; or
-        gathers, which begins with the last."""
+        """Mesh axes over which an array is scattered one after the other, and the share that each scatters; or gathers,
+        which begins with the last."""
         share = 1.0
         for axis in axes:
             yield axis, share
             share /= self.plan.sizes[axis]
 
 
-def _messages(step: _Step) -> Iterator[ExpectedCollective]:
-    """Between stages.  Without sequence parallelism each device of `model` sends a slice of the activations, which the
-    receiving stage gathers."""
+def _stage_sends(step: _Step) -> Iterator[ExpectedCollective]:
+    """Sends between stages.  Without sequence parallelism each device of `model` sends a slice of the activations, and
+    the receiving stage gathers them."""
     n, sequence = step.plan.layout.model, step.plan.sequence
-    if not step.runs.messages:
+    if not step.runs.stage_sends:
         return
     slices = n if sequence or step.config.model.context % n == 0 else 1
     formula = "A, a tick and direction" if slices == 1 else f"A/{slices}, a tick and direction"
-    message = step.compute, step.tokens * step.config.model.width / slices
-    yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", message, step.runs.messages, formula)
+    sent = step.compute, step.tokens * step.config.model.width / slices
+    yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", sent, step.runs.stage_sends, formula)
     if slices > 1 and not sequence:
-        yield step.row(
-            ALL_GATHER, step.model_axes, "messages", step.activations, step.runs.received, "A, where one arrives"
-        )
+        formula, received = "A, where one arrives", step.runs.received
+        yield step.row(ALL_GATHER, step.model_axes, "messages", step.activations, received, formula)
 
 
 def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
-    """The sum over vocabulary shards, forward; the gather of its sharded gradient, backward."""
+    """Sum over vocabulary shards, forward; gather of its sharded gradient, backward."""
     runs, a = step.runs, step.activations
     # A pipeline does not save the sum: a norm after the embedding needs it again in backward.
-    again = runs.embedding_grad if step.config.model.norm == "post" and runs.messages else 0
+    again = runs.embedding_grad if step.config.model.norm == "post" and runs.stage_sends else 0
     yield from step.reductions("embedding", runs.embedding + again, "m: A forward")
     if step.plan.sequence and step.plan.trains("embedding", "tokens"):
         yield step.row(ALL_GATHER, step.model_axes, "embedding", a, runs.embedding_grad, "m: A backward")
 
 
 _COLUMN = {"attention": ("query", "key", "value"), "mlp": ("up", "gate")}
-"""The matrices that a branch's input is multiplied by."""
+"""Column-parallel matrices of each branch."""
 
 
 class _BranchRuns(NamedTuple):
-    """How often a device reduces or gathers one A in the branch of a layer in a step, and how many of the reductions
-    and of the gathers backward repeats."""
+    """Reductions and gathers of one A by a device in a branch in a step, and how many of each backward repeats."""
 
     reductions: float
     gathers: float
@@ -241,14 +238,14 @@ class _BranchRuns(NamedTuple):
 
 
 def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
-    """Megatron's f and g: in each branch one reduction forward and one backward per layer, and what remat repeats."""
+    """Counts of Megatron's f and g: in each branch a reduction forward and one backward per layer, and remat's."""
     config, runs, remat = step.config, step.runs, step.config.remat_policy
     repeated = remat.repeated_reductions(scan=step.plan.scan)
     again = {"attention": min(1, repeated), "mlp": max(0, repeated - 1)}
     outputs = 0.0  # of a stage's last layer, for the head alone, which has used them long before backward
-    if runs.messages and config.parallel.schedule == "breadth_first" and not step.plan.scan:
+    if runs.stage_sends and config.parallel.schedule == "breadth_first" and not step.plan.scan:
         outputs = runs.layer_passes / config.layers_per_chunk
-    dropped = {  # reductions and gathers that such an output would take
+    dropped = {  # reductions and gathers of such an output
         "attention": (again["attention"], remat.unneeded_gathers // 2),
         "mlp": (1 + again["mlp"], min(1, remat.unneeded_gathers)),
     }
@@ -272,13 +269,13 @@ def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
 
 
 def _own_blocks(step: _Step) -> Iterator[ExpectedCollective]:
-    """What a block of one's own sends, by its trace."""
+    """Collectives of the user's block, by its trace."""
     runs, rows = step.runs, step.tokens // step.config.model.context
     counts = Counter[Sent]()
-    for of_kind, share in zip(step.config.of_each_kind, shares_of_kinds(step.config), strict=True):
-        for passes, backward in ((runs.layer_passes, True), (runs.forward_passes, False)):
-            sent = sent_by_layer(of_kind, step.plan, backward=backward) if passes else {}
-            counts.update({each: share * passes * count for each, count in sent.items()})
+    for _, share, traced in trace_layers(step.config, step.plan, fused=False):
+        backward = runs.layer_passes
+        for passes, sent in ((runs.forward_passes + backward, traced.forward.sent), (backward, traced.backward.sent)):
+            counts.update({each: share * passes * count for each, count in sent.items() if passes})
     for (kind, axes, dtype, elements), count in counts.items():
         yield step.row(kind, axes, "blocks", (dtype, elements * rows), count, "as the block's code sends it")
 
@@ -287,16 +284,16 @@ def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
     if has_own_block(step.config):
         yield from _own_blocks(step)
         return
-    branches, in_parts = _runs_of_branches(step), step.plan.collective_matmul
+    branches, overlapped = _runs_of_branches(step), step.plan.collective_matmul
     for rows, chosen in (
-        (_blocks_in_parts, [runs for branch, runs in branches.items() if branch in in_parts]),
-        (_blocks_at_once, [runs for branch, runs in branches.items() if branch not in in_parts]),
+        (_collective_matmuls, [runs for branch, runs in branches.items() if branch in overlapped]),
+        (_plain_branches, [runs for branch, runs in branches.items() if branch not in overlapped]),
     ):
         if chosen:
             yield from rows(step, len(chosen), _BranchRuns(*map(sum, zip(*chosen, strict=True))))
 
 
-def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
+def _plain_branches(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
     passes = step.runs.layer_passes
     ahead = f", and {branches} ahead of it" if step.runs.forward_passes else ""
     a_layer = 2 * branches + (runs.repeated / passes if passes else 0)
@@ -311,8 +308,8 @@ def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[E
         yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.gathers, formula, again)
 
 
-def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
-    """A reduction adds up the shards of one A on their way round the ring; a gather passes them on."""
+def _collective_matmuls(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
+    """Permutes round the ring: a reduction adds up the shards of one A on their way, a gather passes them on."""
     n, (dtype, elements) = step.plan.layout.model, step.activations
     passed, again = runs.reductions, runs.repeated
     if step.plan.sequence:
@@ -326,28 +323,30 @@ def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
-    """What the objective's heads send, and cross-entropy over vocabulary shards."""
-    objective, sequence, a, runs = step.config.objective, step.plan.sequence, step.activations, step.runs.head
+    """Collectives of the objective's heads, and of cross-entropy over vocabulary shards."""
+    objective, sequence, runs, dtype = step.config.objective, step.plan.sequence, step.runs.head, step.accum_dtype
     if sequence and objective.has_sequence_label:
-        yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, 1), runs, "m: a number, of the first token")
+        yield step.row(ALL_REDUCE, step.model_axes, "head", (dtype, 1), runs, "m: a number, of the first token")
     if sequence and isinstance(objective, ExtractiveQA):
         logits = step.compute, 2 * step.tokens
         yield step.row(ALL_GATHER, step.model_axes, "head", logits, runs, "m: two numbers of each token")
     if objective.predicts_tokens:
         if sequence:
-            yield step.row(ALL_GATHER, step.model_axes, "head", a, runs, "m: A forward")
+            yield step.row(ALL_GATHER, step.model_axes, "head", step.activations, runs, "m: A forward")
         if trains_before_logits(step.plan):
             yield from step.reductions("head", runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
-        yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, step.tokens), 3 * runs, formula)
+        yield step.row(ALL_REDUCE, step.model_axes, "head", (dtype, step.tokens), 3 * runs, formula)
 
 
 class _Transfers(NamedTuple):
-    """How often ZeRO gathers weights, or scatters gradients, in one step.
+    """Counts of ZeRO's gathers of weights, or scatters of gradients, in one step.
 
-    layers: layers that are sent.  repeated: those of them that backward sends again outside of a loop.  per_stack:
-    collectives for each array of the layers.  rest: times that the arrays of the embedding and the head are sent, by
-    use; None is once.  unused: layers of which a matrix is not sent, by its path."""
+    layers: layers sent.
+    per_stack: collectives for each array of the layers.
+    repeated: layers that backward sends again outside of a loop.
+    rest: sends of the embedding's and the head's arrays, by use; None is once.
+    unused: layers whose matrix is not sent, by its path."""
 
     formula: str
     layers: float
@@ -358,14 +357,14 @@ class _Transfers(NamedTuple):
 
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
-    """ZeRO's collectives, one mesh axis after the other; each leaves the next a shard to send."""
+    """ZeRO's collectives, one mesh axis after the other, each of the shard that the one before leaves."""
     config, plan, precision = step.config, step.plan, step.config.precision
     if not plan.zero.stage:
         return
     tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
     matrices = [each for each in plan.parameters if plan.zero_axes(each.sharded_names)]
     shares = {each.path: dict(step.shares(plan.zero_axes(each.sharded_names))) for each in matrices}
-    # The parts of a step that use each of them; all contribute to its gradient.
+    # Parts of a step that use each; all contribute to its gradient.
     uses_of = {each.path: ("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices}
     shapes, all_layers = {each.path: each.shape for each in matrices}, config.model.unique_layers
     scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
@@ -382,7 +381,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
                     continue
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if (uses := uses_of[path]) == ("blocks",):
-                    # A stack holds those layers alone that have its place in the period.
+                    # A stack holds the layers of one place in the period.
                     (place, of_layer), in_stack = layer_path(path), shapes[path][0]
                     count += transfers.per_stack * (in_stack / all_layers if transfers.per_stack > 1 else 1)
                     unused = transfers.unused.get(of_layer, 0) if place == 0 else 0
@@ -402,7 +401,7 @@ def _weight_gathers(step: _Step) -> _Transfers:
         case "chunk":
             layers = runs.chunk_gathers * config.layers_per_chunk
             return _Transfers("2P - P/chunks: a chunk once forward, once backward", layers, layers)
-        case "layer" if runs.messages and config.layers_per_chunk == 1:
+        case "layer" if runs.stage_sends and config.layers_per_chunk == 1:
             return _Transfers("2Pm of the layers, ahead and for backward", layers, layers)
         case "layer":
             # Backward gathers each layer again, and once more where a whole remat block runs again before it.
@@ -412,7 +411,7 @@ def _weight_gathers(step: _Step) -> _Transfers:
                 ("blocks", branch, key): config.parallel.microbatches
                 for branch, unneeded in step.unneeded.items()
                 for key in unneeded.weights
-                # A loop gathers what is prefetched all the same: all of a period's first layer.
+                # A loop gathers prefetched matrices all the same: all of a period's first layer.
                 if step.unrolled == 1 or (branch not in step.plan.prefetch and len(config.model.kinds) == 1)
             }
             formula, layers = f"{times}Pm of the layers, one by one", layers + again
@@ -436,8 +435,8 @@ def _gradient_scatters(step: _Step) -> _Transfers:
 
 
 def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
-    """All-reduces of gradients, once per step: of all gradients without ZeRO; with it of vectors, and of shards over
-    replicas; over `model` where each device has seen only its part of a sequence."""
+    """All-reduces of gradients, once per step: all without ZeRO; with it vectors, and shards over replicas; over
+    `model` where each device has only its slice of a sequence."""
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     for axes, sizes in sorted(plan.summed_gradients.items()):
@@ -447,13 +446,13 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
 
 
 def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
-    """A few bytes per step: losses and the weights they are averaged with, the gradients' norm, and under dynamic loss
-    scaling whether the gradients are finite."""
+    """Scalars of a step: losses and their weights, the gradients' norm, and under dynamic loss scaling their
+    finiteness."""
     plan, precision, objective = step.plan, step.config.precision, step.config.objective
     losses = 1 + (objective.predicts_tokens and objective.has_sequence_label)
     scalars = [
-        (plan.active_axes(*TOKEN_AXES), step.wide, 2 * losses, "losses and weights"),
-        (plan.active_axes(PIPE), step.wide, losses, "losses"),
+        (plan.active_axes(*TOKEN_AXES), step.accum_dtype, 2 * losses, "losses and weights"),
+        (plan.active_axes(PIPE), step.accum_dtype, losses, "losses"),
     ]
     norm_dtype = at_least_float32(precision.params)
     scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.gradient_axes]

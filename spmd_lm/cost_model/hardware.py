@@ -1,4 +1,4 @@
-"""How fast devices are, from one table, hardware.yaml: matrix products, memory, and the links between devices."""
+"""Speeds of devices, from one table, hardware.yaml: matmuls, memory, and links between devices."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import read_bytes
 
-TERA, GIGA, MICRO, MIB, GIB = 1e12, 1e9, 1e-6, 2**20, 2**30
-MAX_TABLE_BYTES = 2**20  # of a file of measured rows; one has a thousand
+TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+MAX_TABLE_BYTES = 2**20  # a file of measured rows has a thousand
 
 
 class Latency(NamedTuple):
@@ -26,9 +26,10 @@ class Latency(NamedTuple):
 class Links(NamedTuple):
     """Bytes per second that a device sends.
 
-    link: to one neighbour.  closes_at: length of the shortest ring that is closed on a torus, where a device sends to
-    both of its neighbours at a time; 0 where all are behind one switch.  network: to other hosts, or TPU slices; None
-    where no one has entered it."""
+    link: to one neighbour.
+    closes_at: length of the shortest ring that is closed on a torus, where a device sends to both neighbours at a time;
+    0 behind one switch.
+    network: to other hosts, or TPU slices; None if unknown."""
 
     link: float
     closes_at: int
@@ -36,11 +37,10 @@ class Links(NamedTuple):
     latency: Latency
 
     def bandwidth(self, kind: str, devices: int, domains: int, adapters: float | None = None) -> float:
-        """Of a collective over `devices` in so many domains, which are hosts of GPUs, or slices of TPUs.
+        """Bytes per second of a collective over `devices` in `domains`: hosts of GPUs, or slices of TPUs.
 
-        A group that spans domains crosses their network with all of its devices in each, side by side, or with as many
-        as it has adapters.  A permute sends one way, and to another domain from one device alone, on which all others
-        wait."""
+        A group that spans domains crosses their network with all of its devices in each, side by side, or with
+        `adapters`.  A permute sends one way, and to another domain from one device alone, on which all others wait."""
         if domains > 1:
             assert self.network is not None
             side_by_side = 1 if kind == COLLECTIVE_PERMUTE else adapters or devices / domains
@@ -48,14 +48,14 @@ class Links(NamedTuple):
         return 2 * self.link if self.is_ring(devices, domains) and kind != COLLECTIVE_PERMUTE else self.link
 
     def is_ring(self, devices: int, domains: int) -> bool:
-        """Whether a group is closed on a torus: each way round has links of its own."""
+        """True if a group is closed on a torus: each direction has its own links."""
         return domains == 1 and 0 < self.closes_at <= devices
 
     def delay(self, kind: str, devices: int, domains: int) -> float:
-        """Seconds of a collective besides those of its bytes.
+        """Seconds of a collective's latency.
 
-        A ring gathers or scatters in a hop to each other device, of which one a domain crosses the network, and sums
-        in twice as many; a sum takes a tree where that has fewer."""
+        A ring gathers or scatters in a hop to each other device, one a domain over the network, and sums in twice as
+        many, or in a tree's, if fewer."""
         start, link, network = self.latency
         if kind == COLLECTIVE_PERMUTE:
             return start + (network if domains > 1 else link)
@@ -68,7 +68,7 @@ class Links(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """size: bytes.  bandwidth: bytes per second from and to it.  share: of these, what kernels reach."""
+    """Bytes, bytes per second read and written, and the share of these that kernels reach."""
 
     size: float
     bandwidth: float
@@ -76,12 +76,13 @@ class Memory(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The share of the peak that products of matrices reach.
+    """Shares of the peak that matmuls reach.
 
-    limit: of the largest.  half_inner: the inner dimension at which half of that is reached: each tile of a result
-    begins and ends with work that is none.  attention: of attention in one kernel.  tile: rows and columns of a result
-    that one core computes at a time.  cores: that share a device's work, and some of which have none the last time
-    round."""
+    limit: share of the largest.
+    half_inner: inner dimension at which half of `limit` is reached, as each tile of a result begins and ends idle.
+    attention: share of fused attention.
+    tile: rows and columns of a result that one core computes at a time.
+    cores: cores of a device; some idle in the last round."""
 
     limit: float
     half_inner: float
@@ -97,8 +98,8 @@ class Products(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What kernels of a compiled step were measured to reach: of the peak, products and attention in one kernel; of the
-    memory's bandwidth, kernels that a compiler fuses, which read and write in several orders at a time."""
+    """Measured shares in a compiled step: of the peak, matmuls and fused attention; of the memory's bandwidth, kernels
+    that a compiler fuses, which read and write in several orders at a time."""
 
     products: float
     attention: float
@@ -107,11 +108,13 @@ class Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hardware:
-    """One kind of device.  Compared and hashed by identity, because its dicts have no hash.
+    """One kind of device, compared and hashed by identity, because its dicts have no hash.  None is unknown.
 
-    peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
-    of the peak that audit assumes of products.  on_chip: as hardware.yaml has it.  kernel_overhead: seconds of each
-    kernel besides its work; None for the system's.  The others are None where no one has entered them."""
+    peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.
+    source: source of the figures.
+    efficiency: share of the peak that audit assumes of matmuls.
+    on_chip: that of hardware.yaml.
+    kernel_overhead: seconds of each kernel besides its work; None for the software's."""
 
     device_kind: str
     peaks: dict[str, float]
@@ -126,19 +129,12 @@ class Hardware:
     compiled: Compiled | None = None
 
     @property
-    def scratchpad(self) -> int:
-        """Bytes outside of HBM in which a TPU's compiler places arrays: CMEM, which cores share, or one core's VMEM; 0
-        of other hardware."""
-        cores = self.products.cores if self.products else 1
-        return (self.on_chip.get("cmem") or self.on_chip.get("vmem", 0) // cores) * MIB
-
-    @property
     def peak_flops(self) -> float:
-        """Of 16 bits."""
+        """FLOP/s in 16 bits."""
         return self.peaks.get("bfloat16") or self.peaks["float16"]
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of products in a dtype; None where none is published.  A TPU multiplies any in bfloat16."""
+        """Dense FLOP/s of matmuls in a dtype; None if unpublished.  A TPU multiplies any in bfloat16."""
         return self.peaks.get("bfloat16" if self.device_kind.startswith("tpu") and dtype != "float64" else dtype)
 
 
@@ -199,6 +195,6 @@ def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hard
 
 
 def find_row(device_kind: str, rows: tuple[Hardware, ...]) -> Hardware | None:
-    """The row of which the kind is the longest beginning of `device_kind`; None if none is."""
+    """The row whose kind is the longest prefix of `device_kind`; None if there is none."""
     matching = [row for row in rows if device_kind.lower().startswith(row.device_kind)]
     return max(matching, key=lambda row: len(row.device_kind), default=None)  # of equal ones the first

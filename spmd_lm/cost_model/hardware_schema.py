@@ -1,4 +1,4 @@
-"""What a table of hardware may hold: hardware.yaml, which says what its keys are, or a file of bench --calibrate."""
+"""Schema of a table of hardware: hardware.yaml, which explains its keys, or a file of bench --calibrate."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero
 
-LEAST, MOST = 1e-9, 1e12  # of any figure, in the table's units: beyond them seconds are 0, or not numbers
+LEAST, MOST = 1e-9, 1e12  # of any figure, in the table's units: beyond them seconds are 0 or NaN
 Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=LEAST, le=1)]
@@ -46,7 +46,7 @@ class LatencyRow(Section):
 
 
 class PeakRow(Section):
-    """Hardware of which only the peak is known."""
+    """Hardware with a known peak alone."""
 
     device_kind: Annotated[str, Field(pattern=r"\S")]
     peak: Annotated[dict[str, Positive], AfterValidator(with_16_bits)]
@@ -71,7 +71,7 @@ class HardwareRow(PeakRow):
 
 
 def problem_of(row: Any) -> str:
-    """The first key of a row that is wrong, and what it must be; '' for a row that may be."""
+    """The first wrong key of a row, and what it must be; '' for a valid row."""
     if not isinstance(row, dict):
         return "must be keys and values"
     try:

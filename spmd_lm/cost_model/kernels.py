@@ -1,19 +1,19 @@
-"""Seconds of one kernel on one device: a product of matrices, attention in one kernel, or an operation on elements.
+"""Seconds of one kernel on one device: a matmul, fused attention, or an elementwise operation.
 
-A product takes as long as its FLOPs or its memory traffic need, whichever is more (the roofline of Williams, Waterman
-and Patterson, 2009), attention in one kernel as long as its FLOPs, other operations as long as their traffic; and each
-kernel a fixed overhead."""
+A matmul takes as long as its FLOPs or its memory traffic need, whichever is more (the roofline of Williams, Waterman
+and Patterson, 2009), fused attention as long as its FLOPs, others as long as their traffic; each kernel adds a fixed
+overhead."""
 
 import functools
 from typing import NamedTuple
 
-from spmd_lm.cost_model.activations import dtype_bytes
 from spmd_lm.cost_model.hardware import Hardware, Products
+from spmd_lm.cost_model.sizes import dtype_bytes
 from spmd_lm.errors import ConfigError
 
 
 class Product(NamedTuple):
-    """[rows, inner] by [inner, columns], for each of a batch.  Sizes on one device."""
+    """Matmuls [rows, inner] by [inner, columns], one for each of a batch.  Sizes on one device."""
 
     rows: float
     inner: float
@@ -31,37 +31,34 @@ class Product(NamedTuple):
 
     @property
     def of_backward(self) -> "tuple[Product, Product]":
-        """The gradients of the left operand and of the right one."""
+        """Gradients of the left operand and of the right one."""
         left = Product(self.rows, self.columns, self.inner, self.batch)
         return left, Product(self.inner, self.rows, self.columns, self.batch)
 
 
 class Kernels(NamedTuple):
-    """Of one kind of device, as one system's programs use it.
+    """Kernels of a software on a device.
 
-    dtype: of products and elements.  software: share of the hardware's rate of products that they reach.  overhead:
-    seconds of each kernel besides its work."""
+    dtype: dtype of operands.
+    software: share of the hardware's matmul rate that the software reaches.
+    overhead: seconds of each kernel besides its work."""
 
     hardware: Hardware
     dtype: str
     software: float
     overhead: float
 
-    @functools.cache  # noqa: B019 - by values, of which a search has hundreds
+    @functools.cache  # noqa: B019 - by values; a search has hundreds
     def product(self, p: Product) -> float:
         share = self._curve.share(p.rows, p.inner, p.columns, p.batch)
         return max(self._flops(p.flops, share), self.traffic(p.elements * self.size)) + self.overhead
 
     def attention(self, flops: float) -> float:
-        """Softmax and both of its products in one kernel, which keeps the scores on the chip."""
+        """Seconds of fused attention, which keeps the scores on the chip."""
         return self._flops(flops, self._curve.attention) + self.overhead
 
-    def elementwise(self, elements: float, operations: float) -> float:
-        """So many elements read and written, by so many kernels."""
-        return self.traffic(elements * self.size) + operations * self.overhead
-
     def traffic(self, bytes_: float) -> float:
-        """Read from and written to HBM, without any overhead."""
+        """Seconds to read and write HBM, without overhead."""
         memory = self.hardware.memory
         assert memory
         return bytes_ / (memory.bandwidth * memory.share)

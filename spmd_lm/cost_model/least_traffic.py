@@ -1,26 +1,26 @@
-"""Bytes that a step must read from and write to device memory, however its kernels are made."""
+"""Least bytes that a step reads from and writes to device memory, whatever its kernels."""
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, layer_activations, tokens_per_device
-from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.memory import saved_activations
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
 
 def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
-    """Bytes by what they are, of one device in one step; the mean over a pipeline's stages.
+    """Bytes by kind, of one device in one step, the mean over pipeline stages.
 
-    Each value that is saved for backward, each logit and each logit's gradient is written once and read once; a weight
-    is read forward and backward for each microbatch; its gradient is written, and added to their sum where there are
-    several microbatches, else read; and the update reads and writes weight and moments, reads the gradient for its norm
-    and for itself, and writes the weight in the compute dtype."""
+    Each saved value, logit and logit's gradient is written once and read once; a weight is read forward and backward
+    for each microbatch; its gradient is written, and with several microbatches added to their sum, else read; the
+    update reads and writes weight and moments, reads the gradient for its norm and for itself, and writes the weight in
+    the compute dtype."""
     p, layout, microbatches = config.precision, plan.layout, config.parallel.microbatches
-    compute, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
+    compute, accum = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
     tokens = microbatches * tokens_per_device(config, layout)
     vocab = padded_vocab(config.model.vocab, layout.model) if config.objective.predicts_tokens else 0
-    logits = compute if p.logits == "compute" else wide
+    logits = compute if p.logits == "compute" else accum
     weights = microbatches * used_bytes(plan, p.compute, gathered=True)
     gradients = microbatches * used_bytes(plan, p.compute, gathered=not plan.zero.scatters_in_backward, trained=True)
     state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
@@ -28,21 +28,19 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
         "saved values": saved_traffic(config, plan),
         "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,
         "weights": (1 + (layer_passes(config, plan)[1] > 0)) * weights,
-        "gradients": (1 + 2 * wide / compute if microbatches > 1 or layout.pipe > 1 else 2) * gradients,
+        "gradients": (1 + 2 * accum / compute if microbatches > 1 or layout.pipe > 1 else 2) * gradients,
         "optimizer": float(state * plan.elements_per_device(trained=True)),
     }
 
 
 def used_bytes(plan: Plan, dtype: str, *, gathered: bool, trained: bool = False) -> float:
-    """Bytes of the parameters in this dtype, or of the trained ones, that a device uses for a microbatch: of embedding
-    and head, those of the one stage that uses them, divided among all."""
+    """Bytes of the parameters in this dtype, or of the trained ones, that a device uses for a microbatch, the mean over
+    stages: one uses the embedding, one the head."""
     layers = plan.bytes_per_device(dtype, "blocks", gathered=gathered, trained=trained)
     rest = plan.bytes_per_device(dtype, gathered=gathered, trained=trained) - layers
     return layers + rest / plan.layout.pipe
 
 
 def saved_traffic(config: RunConfig, plan: Plan) -> float:
-    """Bytes to write and to read once what a step saves for backward."""
-    saved = layer_activations(config, plan, COMPILER_OF_PLATFORM[plan.platform]).saved
-    tokens = config.parallel.microbatches * tokens_per_device(config, plan.layout)
-    return 2 * saved * tokens * (layer_passes(config, plan)[1] > 0) * config.model.layers / plan.layout.pipe
+    """Bytes to write and read once all that a step saves for backward."""
+    return 2 * saved_activations(config, plan) * config.parallel.microbatches

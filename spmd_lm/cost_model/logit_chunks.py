@@ -1,24 +1,26 @@
-"""How many logits a GPU's step computes at a time.
+"""Size of a GPU's chunks of logits.
 
-Each chunk of them reads and writes the float32 gradient of the table once: at 128 MiB, 656 tokens of GPT-2, that is a
-quarter of all that its matrix products move.  So a step takes as many as its memory has room for."""
+Each chunk reads and writes the float32 gradient of the table once: at 128 MiB, 656 tokens of GPT-2, that is a quarter
+of its matmuls' traffic.  So chunks are as large as memory allows."""
 
 import math
 
 MOST_LOGIT_BYTES = 2**30
-"""Most bytes of logits at a time; with more, products move 2% less."""
+"""Most bytes of logits at a time; with more, matmuls move 2% less."""
 SHARE_OF_PEAK = 0.1
-"""Largest share that logits may take of what a step holds without them."""
+"""Largest ratio of logits to all else that a step holds."""
 TILE = 128
-"""Tokens of which a chunk has a multiple: a GPU's library copies and pads other matrices before it multiplies them."""
+"""Divisor of a chunk's tokens: a GPU's library copies and pads other matrices before it multiplies them."""
 MOST_PADDING = 1 / 64
-"""Largest share of tokens that the last chunk may be padded with."""
+"""Largest share of padding in the last chunk, of all tokens."""
 
 
 def tokens_per_chunk(tokens: int, logit_bytes: int, peak: float, free: float) -> int | None:
     """Tokens in each chunk, a multiple of TILE; None if no chunk fits.
 
-    logit_bytes: of one token.  peak: bytes that the step holds where it holds most.  free: what its device has left."""
+    logit_bytes: bytes of one token's logits.
+    peak: peak bytes of the step.
+    free: bytes left on its device."""
     most = min(MOST_LOGIT_BYTES, SHARE_OF_PEAK * peak, free)
     if most < TILE * logit_bytes:
         return None

@@ -1,24 +1,23 @@
 """How long a step takes, before anything is compiled.
 
-A step is, one after the other: the compute of one device, kernel by kernel (work.py, kernels.py); the communication
-that nothing hides; the bubble of its pipeline, (p - 1) / (v m) of what a stage does for m microbatches in v chunks
-(arXiv:2104.04473, section 2.2); and the optimizer.  All stages wait for the last one, which has the head.  Batches are
-loaded beside the step.  A collective takes as long as its bytes on the slowest link that it crosses, and its hops."""
+A step is, one after the other: the compute of one device, kernel by kernel (compute_time.py, kernels.py); the
+communication that nothing hides; the bubble of its pipeline, (p - 1) / (v m) of what a stage does for m microbatches in
+v chunks (arXiv:2104.04473, section 2.2); and the optimizer.  All stages wait for the last one, which has the head.
+Batches are loaded beside the step.  A collective takes as long as its bytes on the slowest link that it crosses, and
+its hops."""
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes
+from spmd_lm.cost_model.compute_time import head_seconds, layer_seconds
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
-from spmd_lm.cost_model.megatron_collectives import megatron_collectives
-from spmd_lm.cost_model.systems import System, Window
-from spmd_lm.cost_model.work import head_seconds, layer_seconds
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes
+from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
@@ -55,64 +54,109 @@ class StepTime:
         return spent | {"input": 0.0}
 
 
-def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: System) -> StepTime:
-    """Of a step of `config` under `plan`, as `system` runs it."""
-    overhead = system.kernel_overhead if hardware.kernel_overhead is None else hardware.kernel_overhead
-    kernels = Kernels(hardware, config.precision.compute, system.software, overhead)
-    microbatches = config.parallel.microbatches
-    in_layers = _layers_seconds(config, plan, system, kernels)
+class Software(NamedTuple):
+    """What programs make of the hardware.
+
+    share: of its rate of products, that theirs reach.
+    shares: where nobody has measured that, the most and the least that published runs of other programs reached.
+    kernel_overhead: seconds of each kernel besides its work.
+    idle_is_free: whether what idles leaves its processor to others.
+    weight_copies: as `layer_seconds` has them."""
+
+    share: float
+    shares: tuple[float, float]
+    kernel_overhead: float = 4e-6
+    idle_is_free: bool = False
+    weight_copies: int = 0
+
+
+OURS = Software(0.9, (0.93, 0.47))
+"""An assumption: docs/cost-model.md.  The range is that of share x measured / predicted of the rows of
+benchmarks/published_times.yaml."""
+SIMULATED = Software(1.0, (1.0, 1.0), idle_is_free=True, weight_copies=2)
+"""On simulated devices, which share one processor."""
+
+
+class Compute(NamedTuple):
+    """Seconds of one device in one step.
+
+    layers: of all microbatches.
+    rest: of the head, and of summing gradients over microbatches.
+    optimizer: of the update."""
+
+    layers: float
+    rest: float
+    optimizer: float
+
+
+def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, software: Software) -> StepTime:
+    """The step of `config` under `plan`."""
+    overhead = software.kernel_overhead if hardware.kernel_overhead is None else hardware.kernel_overhead
+    kernels = Kernels(hardware, config.precision.compute, software.share, overhead)
+    layer = layer_seconds(config, plan, kernels, weight_copies=software.weight_copies)
+    ahead, passes = layer_passes(config, plan)  # in a pipeline the pass ahead of backward's runs the chunk twice
+    in_layers = ahead * layer.forward + passes * (layer.forward + layer.backward)
     # All stages wait for the last one, which has the head; simulated ones do not.
-    counts = schedule_counts(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks)
-    heads = microbatches / plan.layout.pipe if system.idle_is_free else microbatches
-    idle_is_work = config.parallel.run_idle_stages and plan.layout.pipe > 1
-    compute = in_layers + (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, system, kernels)
-    compute += _accumulation_seconds(config, plan, system, kernels)
-    rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
+    microbatches, stages = config.parallel.microbatches, plan.layout.pipe
+    counts = schedule_counts(config.parallel.schedule, stages, microbatches, config.chunks)
+    heads = microbatches / stages if software.idle_is_free else microbatches
+    idle_is_work = config.parallel.run_idle_stages and stages > 1
+    rest = (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, kernels)
+    rest += _accumulation_seconds(config, plan, kernels)
+    compute = Compute(in_layers, rest, _optimizer_seconds(config, plan, kernels))
+    rows = expected_collectives(config, plan)
+
+    def hidden(seconds_of: list[float]) -> list[float]:
+        return _hidden(config, plan, rows, seconds_of, in_layers + rest)
+
+    bubble = 0.0 if software.idle_is_free or idle_is_work else counts.bubble
+    return combine(plan, hardware, compute, rows, hidden, bubble)
+
+
+def combine(
+    plan: Plan,
+    hardware: Hardware,
+    compute: Compute,
+    rows: list[ExpectedCollective],
+    hidden: Callable[[list[float]], Iterable[float]],
+    bubble: float,
+    *,
+    one_adapter: bool = False,
+) -> StepTime:
+    """A step of these parts.
+
+    hidden: from the seconds of each row of collectives, those of each that nothing waits for.
+    bubble: as a share of what a stage does.
+    one_adapter: whether a ring crosses hosts over one adapter, however many of a host's devices it has."""
     groups = {axes: _group(plan, axes, hardware) for axes in dict.fromkeys(row.axes for row in rows)}
-    seconds_of = [_seconds_on_links(row, groups[row.axes], hardware, system) for row in rows]
-    bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
-    windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
-    hidden_by = [system.hides(row, config, plan) for row in rows]
-    hidden = _hidden(rows, seconds_of, hidden_by, windows, system.hidden_tensor_parallelism)
+    seconds_of = [_seconds_on_links(row, groups[row.axes], hardware, one_adapter) for row in rows]
     collectives = tuple(
         CollectiveTime(row, "network" if groups[row.axes].domains > 1 else "link", seconds, seconds - not_waited)
-        for row, seconds, not_waited in zip(rows, seconds_of, hidden, strict=True)
+        for row, seconds, not_waited in zip(rows, seconds_of, hidden(seconds_of), strict=True)
     )
     waited = sum(time.exposed_seconds for time in collectives if time.row.part in ("blocks", "messages"))
     return StepTime(
-        compute=compute,
+        compute=compute.layers + compute.rest,
         exposed=sum(time.exposed_seconds for time in collectives),
-        bubble=bubble * (in_layers + waited),
-        optimizer=_optimizer_seconds(config, plan, system, kernels),
+        bubble=bubble * (compute.layers + waited),
+        optimizer=compute.optimizer,
         collectives=collectives,
     )
 
 
-def step_range(parts: dict[str, float], system: System) -> dict[str, list[float]]:
+def step_range(parts: dict[str, float], software: Software) -> dict[str, list[float]]:
     """Seconds of a step of these parts if what computes reached the most, and the least, of the hardware's rate that
     published runs did."""
-    computing, shares = parts["compute"] + parts["bubble"], system.software_range
+    computing = parts["compute"] + parts["bubble"]
     others = sum(parts.values()) - computing
-    return {"software": [*shares], "step_seconds": [computing * system.software / each + others for each in shares]}
+    seconds = [computing * software.share / each + others for each in software.shares]
+    return {"software": [*software.shares], "step_seconds": seconds}
 
 
-def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
-    """Of one device's layers, for all microbatches, with what backward runs again."""
-    layer = layer_seconds(config, plan, system, kernels)
-    if system.eager:
-        passes = config.model.layers / plan.layout.pipe * config.parallel.microbatches
-        again = layer.repeated(RematPolicy(config.remat.policy), eager=True)
-        return passes * (layer.forward + again + layer.backward)
-    ahead, passes = layer_passes(config, plan)  # in a pipeline the pass ahead of backward's runs the chunk twice
-    again = layer.repeated(config.remat_policy, eager=False)
-    return ahead * layer.forward + passes * (layer.forward + again + layer.backward)
-
-
-def _accumulation_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
-    """Memory traffic of adding each microbatch's gradients to their sum, in float32 or wider; eager ones are added as
-    their products are written."""
+def _accumulation_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> float:
+    """Memory traffic of adding each microbatch's gradients to their sum, in float32 or wider."""
     microbatches, p = config.parallel.microbatches, config.precision
-    if system.eager or (microbatches == 1 and plan.layout.pipe == 1):
+    if microbatches == 1 and plan.layout.pipe == 1:
         return 0.0
     elements = plan.elements_per_device(gathered=not plan.zero.scatters_in_backward, trained=True)
     bytes_ = dtype_bytes(p.compute) + 2 * dtype_bytes(at_least_float32(p.compute))
@@ -131,38 +175,37 @@ def _group(plan: Plan, axes: tuple[str, ...], hardware: Hardware) -> _Group:
     return _Group(devices, devices // devices_within_domain(plan.mesh, axes, hardware.devices_per_host))
 
 
-def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware, system: System) -> float:
+def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware, one_adapter: bool) -> float:
     """Of all collectives of a row, with nothing hidden."""
     links = hardware.links
     assert links
     devices, domains = group
-    bandwidth = links.bandwidth(row.kind, devices, domains, 1 if system.one_adapter else devices // domains)
+    bandwidth = links.bandwidth(row.kind, devices, domains, 1 if one_adapter else devices // domains)
     return row.bytes / bandwidth + row.count * links.delay(row.kind, devices, domains)
 
 
 def _hidden(
-    rows: list[ExpectedCollective],
-    seconds_of: list[float],
-    hidden_by: list[Window | None],
-    windows: dict[str, float],
-    in_blocks: float,
-) -> Iterator[float]:
-    """Seconds of each row that are hidden: a window of compute hides as many as it has.  in_blocks: share that is
-    hidden of a layer's collectives over `model`."""
-    left = dict(windows)
-    for row, seconds, window in zip(rows, seconds_of, hidden_by, strict=True):
-        if window:
-            hidden = min(seconds, left[window])
-            left[window] -= hidden
-            yield hidden
-        else:
-            yield in_blocks * seconds if row.part == "blocks" else 0.0
+    config: RunConfig, plan: Plan, rows: list[ExpectedCollective], seconds_of: list[float], compute: float
+) -> list[float]:
+    """Seconds of each row that are hidden: as many as there are of compute, where prefetch, the schedule or products in
+    parts have it run beside."""
+    beside = {
+        "messages": config.parallel.schedule != "breadth_first",
+        "weights": bool(plan.prefetch) or plan.prefetch_chunks,
+        "gradients": bool(plan.prefetch) and plan.zero.scatter_per == "layer",
+    }
+    hidden = []
+    for row, seconds in zip(rows, seconds_of, strict=True):
+        in_parts = row.part == "blocks" and row.kind == COLLECTIVE_PERMUTE
+        hidden.append(min(seconds, compute) if in_parts or beside.get(row.part) else 0.0)
+        compute -= hidden[-1]
+    return hidden
 
 
-def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
-    """Memory traffic of the update.  Ours reads and writes weights and moments, reads gradients for their norm and for
+def _optimizer_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> float:
+    """Memory traffic of the update: it reads and writes weights and moments, reads gradients for their norm and for
     the update, and writes the copy in the compute dtype."""
     p = config.precision
     state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params)
-    per_parameter = system.optimizer_bytes or state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
+    per_parameter = state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
     return kernels.traffic(per_parameter * plan.elements_per_device(trained=True))

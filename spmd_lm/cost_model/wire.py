@@ -1,4 +1,4 @@
-"""The kinds of collectives, and the bytes that each sends on a ring."""
+"""Kinds of collectives, and the bytes that each sends on a ring."""
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 COLLECTIVE_PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
@@ -6,7 +6,7 @@ KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, COLLECTIVE_PERMUTE,
 
 
 def wire_bytes(kind: str, full_bytes: float, devices: int) -> float:
-    """Bytes that each device sends on a ring of `devices`.  full_bytes: of the gathered or unreduced array."""
+    """Bytes that each device sends on a ring of `devices`.  full_bytes: bytes of the gathered or unreduced array."""
     if kind == COLLECTIVE_PERMUTE:
         return full_bytes
     return full_bytes * (devices - 1) / devices * (2 if kind == ALL_REDUCE else 1)

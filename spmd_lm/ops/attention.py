@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Primitive
 
 from spmd_lm.active_rules import num_shards
 from spmd_lm.ops.collectives import global_indices, row_positions
@@ -52,18 +53,6 @@ def query_blocks(time: int, causal: bool, span: int | None) -> list[tuple[slice,
     before, after = span or time, 1 if causal else span or time
     ends = itertools.pairwise(i * time // blocks for i in range(blocks + 1))
     return [(slice(a, b), slice(max(0, a + 1 - before), min(time, b - 1 + after))) for a, b in ends]
-
-
-VISIBLE_SCORES = 0.75
-"""Share of the score matrix that XLA's attention computes with a causal mask alone, from 128 tokens on."""
-
-
-def computed_scores(time: int, causal: bool, span: int | None) -> float:
-    """Share of the score matrix that XLA's attention computes; a mask hides some of it."""
-    if not span:
-        return VISIBLE_SCORES if causal else 1.0
-    blocks = query_blocks(time, causal, span)
-    return sum((q.stop - q.start) * (k.stop - k.start) for q, k in blocks) / time**2
 
 
 def unmasked_scores(time: int, causal: bool, span: int | None) -> float:
@@ -125,7 +114,33 @@ def _splash(q, k, v, segment_ids, spec: "AttentionSpec", drop: None, interpret: 
     return out.reshape(out.shape[0], heads, *out.shape[-2:]).swapaxes(1, 2)
 
 
-KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
+fused_attention_p = Primitive("fused_attention")
+fused_attention_vjp_p = Primitive("fused_attention_vjp")
+for _primitive in (fused_attention_p, fused_attention_vjp_p):
+    _primitive.multiple_results = True
+fused_attention_p.def_abstract_eval(lambda q, k, v: (q, q.update(shape=q.shape[:-1], dtype=jnp.dtype("float32"))))
+fused_attention_vjp_p.def_abstract_eval(lambda q, k, v, out, logsumexp, d_out: (q, k, v))
+
+
+@jax.custom_vjp
+def _fused(q: Array, k: Array, v: Array) -> Array:
+    return fused_attention_p.bind(q, k, v)[0]
+
+
+def _fused_forward(q, k, v):
+    out, logsumexp = fused_attention_p.bind(q, k, v)
+    return out, (q, k, v, out, logsumexp)
+
+
+_fused.defvjp(_fused_forward, lambda saved, d_out: tuple(fused_attention_vjp_p.bind(*saved, d_out)))
+
+
+def _traced(q, k, v, segment_ids, spec: "AttentionSpec", drop: None) -> Array:
+    """What any fused kernel reads and writes, for traces; it cannot be compiled."""
+    return _fused(q, k, v)
+
+
+KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash, "traced": _traced}
 
 
 @dataclasses.dataclass(frozen=True)

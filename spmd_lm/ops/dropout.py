@@ -10,14 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import Primitive
 
 from spmd_lm.ops.compiler_workarounds import compute_first
 
 KeyWords = tuple[Array, Array]  # a threefry key: two uint32 words
 
 
+as_one_operation = jax.make_user_context(False)
+"""Whether random bits are one operation, which cannot be compiled: for traces of what a layer costs."""
+random_bits_p = Primitive("random_bits")
+random_bits_p.multiple_results = True
+random_bits_p.def_abstract_eval(
+    lambda *words: [words[0].update(shape=np.broadcast_shapes(*(x.shape for x in words)))] * 2
+)
+
+
 def threefry(key: KeyWords, x0: Array, x1: Array) -> KeyWords:
     """Threefry-2x32 of uint32, 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
+    if as_one_operation.value:
+        return tuple(random_bits_p.bind(*key, x0, x1))
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):

@@ -1,7 +1,8 @@
-"""`spmd-lm audit`: compiles the train step, for hardware that may be absent, and compares its collectives with theory.
+"""`spmd-lm audit`: compiles the train step, for hardware that may be absent, and compares its collectives with the
+expected ones.
 
 On `cpu:N` the compiler sends bfloat16, though not float16, as float32, and a TPU's gathers float32 as bfloat16 where
-that is what its matrix unit reads: both are reported, and are no difference."""
+its matrix unit reads that: both are reported, and are no difference."""
 
 import itertools
 import time
@@ -27,10 +28,10 @@ from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
-from spmd_lm.cost_model.activations import dtype_bytes, shares_of_kinds, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.hardware import Hardware
-from spmd_lm.cost_model.own_layer import has_own_block, sent_by_layer
+from spmd_lm.cost_model.layer_trace import has_own_block, trace_layers
+from spmd_lm.cost_model.sizes import dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import Embedding
@@ -43,15 +44,15 @@ from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.own_check import check_own_modules
 from spmd_lm.step.program import Program
 
-TOLERANCE = 0.01  # of the expected bytes: missing and excess bytes together that an audit accepts
-SLACK = 4096  # bytes that it always accepts: scalars that compilers add
+TOLERANCE = 0.01  # share of the expected bytes that may be missing or in excess
+SLACK = 4096  # bytes that always may: scalars that compilers add
 MODEL_PARTS = ("embedding", "blocks", "head")
 """Scopes of a step that a model's modules compute."""
-WIDENED, NARROWED = "float32", "bfloat16"  # what a compiler made of the other
+UPCAST, ROUNDED = "float32", "bfloat16"  # what a compiler made of the other
 
 
 class AuditedStep(NamedTuple):
-    """A compiled step, and what `audit` says of it."""
+    """A compiled step, and the result of `audit`."""
 
     program: Program
     module: HloModule
@@ -60,19 +61,18 @@ class AuditedStep(NamedTuple):
 
 
 def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
-    """The collectives and memory of the step of `config`, compiled for `topology` or for the devices of this machine,
-    compared with what is expected; how much of the communication nothing hides, None for a CPU; and what a GPU's
-    kernels move through its memory, None for others.
+    """Collectives and memory of the step of `config`, compiled for `topology` or this machine's devices, beside the
+    expected ones; its exposed communication, None for a CPU; its memory traffic, None but for a GPU.
 
-    hlo: a file for the text of the compiled program.  Raises ConfigError or LayoutError if it cannot be compiled, and
-    OutputError if the file cannot be written."""
+    hlo: a file for the program's text.  Raises ConfigError or LayoutError if the step cannot be compiled, OutputError
+    if the file cannot be written."""
     return audit_step(config, topology, hlo).report
 
 
 def audit_step(
     config: RunConfig, topology: Topology | None = None, hlo: Path | None = None, hardware: Hardware | None = None
 ) -> AuditedStep:
-    """The same, with the program.  hardware: whose speeds what is exposed depends on; by default published ones."""
+    """`audit`, with the program.  hardware: its speeds, default the published ones."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and platform == "gpu":
@@ -111,7 +111,7 @@ def audit_step(
 
 
 def _notice_of_slices(slices: int, replicas: int, unread: list[str]) -> str | None:
-    """What an audit of several TPU slices cannot tell.  unread: what they send each other and is not read."""
+    """Limits of an audit of several TPU slices.  unread: names of transfers between slices that are not read."""
     if unread:
         return f"TPU slices send each other {' and '.join(unread)}, which is not read, and counts as missing."
     if slices > 1 and replicas != slices:
@@ -123,25 +123,24 @@ def _notice_of_slices(slices: int, replicas: int, unread: list[str]) -> str | No
 
 
 def _collectives(config: RunConfig, program: Program, instructions: list[CollectiveInstruction]) -> dict[str, Any]:
-    """What is compiled and what is expected, and whether they agree."""
+    """Compiled and expected collectives, compared."""
     sizes, platform = program.plan.sizes, program.plan.platform
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
-    # Stages that take different branches would wait for each other for ever; and so would a permute, whatever it spans.
+    # Stages in different branches would wait for each other for ever; so would a permute, whatever it spans.
     in_branches = [i for i in instructions if i.conditional and i.groups]
     deadlocks = [i for i in in_branches if i.kind == COLLECTIVE_PERMUTE or PIPE in i.spanned_axes(sizes)]
     zeros = [i for i in instructions if i.yields_zeros]
     simulated = platform == "cpu"
-    if simulated:
-        found = _mark_lowered(found, expected, program.plan.partitioner)
-    elif platform == "tpu":
-        found = _mark_narrowed(found, expected)
-    own_block = has_own_block(config)
-    not_judged = _own_parts(config)
+    if simulated and program.plan.partitioner == "types":
+        found = _mark_unscattered(found, expected)
+    found = _mark_upcast(found, expected) if simulated else found
+    found = _mark_rounded(found, expected) if platform == "tpu" else found
+    own_block, not_judged = has_own_block(config), _own_scopes(config)
     judged = [row for row in found if row.part not in not_judged]
-    theory = [row for row in expected if row.part not in not_judged]
-    differences = _compare(judged, theory, simulated=simulated, optional=MODEL_PARTS if own_block else ())
+    judged_expected = [row for row in expected if row.part not in not_judged]
+    differences = _compare(judged, judged_expected, simulated=simulated, optional=MODEL_PARTS if own_block else ())
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
-    tolerance = TOLERANCE * sum(row.bytes for row in theory) + SLACK
+    tolerance = TOLERANCE * sum(row.bytes for row in judged_expected) + SLACK
     return {
         "ok": missing + excess <= tolerance and not deadlocks and not zeros,
         "stages_that_may_wait": [f"{i.kind} in {i.scope}" for i in deadlocks],
@@ -158,8 +157,8 @@ def _collectives(config: RunConfig, program: Program, instructions: list[Collect
     }
 
 
-def _own_parts(config: RunConfig) -> tuple[str, ...]:
-    """The parts of the step that modules of one's own compute, of which theory knows nothing."""
+def _own_scopes(config: RunConfig) -> tuple[str, ...]:
+    """Scopes of the step that the user's modules compute, whose collectives are not predicted."""
     modules = modules_of_model(config.model, config.objective)
     own = modules.embedding is not Embedding, modules.own_block, modules.head is not None
     return tuple(itertools.compress(MODEL_PARTS, own))
@@ -168,30 +167,29 @@ def _own_parts(config: RunConfig) -> tuple[str, ...]:
 def _per_layer(
     config: RunConfig, plan: Plan, found: list[CompiledCollective], expected: list[ExpectedCollective]
 ) -> list[dict[str, Any]]:
-    """What a block of one's own sends in each pass through a layer, forward and backward: as its code has it, and as
-    the compiler made of it; in copies of the residual stream of a microbatch, whole."""
-    tokens, shares = tokens_per_device(config, plan.layout), shares_of_kinds(config)
+    """Collectives of the user's block in one layer, forward and backward: in its code, and compiled; in whole residual
+    streams of a microbatch."""
+    tokens = tokens_per_device(config, plan.layout)
     stream = tokens * config.model.width * dtype_bytes(config.precision.compute)
-    code, sent, theory = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
-    for of_kind, share in zip(config.of_each_kind, shares, strict=True):
-        for each, count in sent_by_layer(of_kind, plan, backward=True).items():
+    code, sent, predicted = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
+    for _, share, traced in trace_layers(config, plan, fused=False):
+        for each, count in (traced.forward.sent + traced.backward.sent).items():
             streams = tokens // config.model.context * each.elements * dtype_bytes(each.dtype) / stream
             code[each.kind, each.axes] += share * count * streams
-    for total, collectives in ((sent, found), (theory, expected)):
+    for total, collectives in ((sent, found), (predicted, expected)):
         for row in collectives:
-            widened = 2 if WIDENED in (getattr(row, "lowered_as", None) or "") else 1  # on a CPU
-            total[row.kind, row.axes] += row.bytes / widened * (row.part == "blocks")
+            upcast = 2 if UPCAST in (getattr(row, "lowered_as", None) or "") else 1  # on a CPU
+            total[row.kind, row.axes] += row.bytes / upcast * (row.part == "blocks")
     return [
-        {"kind": kind, "axes": list(axes), "code": count, "compiled": count * sent[kind, axes] / theory[kind, axes]}
+        {"kind": kind, "axes": list(axes), "code": count, "compiled": count * sent[kind, axes] / predicted[kind, axes]}
         for (kind, axes), count in sorted(code.items())
-        if theory[kind, axes]  # with frozen layers nothing runs backward
+        if predicted[kind, axes]  # with frozen layers nothing runs backward
     ]
 
 
 def _with_available_kernel(config: RunConfig, device_kind: str) -> tuple[RunConfig, str | None]:
-    """For an absent GPU: `config` with an attention kernel that compiles here, and a notice if that is another one.
-
-    The kernel does not change what the step sends."""
+    """`config` with an attention kernel that compiles here for an absent GPU, and a notice if it is another one; the
+    step's collectives are the same."""
     kernels = {choose_kernel(of_kind, "gpu", device_kind).kernel for of_kind in config.of_each_kind}
     if "cudnn" not in kernels or is_installed("nvidia.cudnn"):
         return config, None
@@ -202,41 +200,32 @@ def _with_available_kernel(config: RunConfig, device_kind: str) -> tuple[RunConf
     )
 
 
-def _mark_lowered(
-    found: list[CompiledCollective], expected: list[ExpectedCollective], partitioner: str
-) -> list[CompiledCollective]:
-    """For a CPU: collectives that its compiler writes as others, marked as such."""
-    return _mark_widened(_mark_unscattered(found, expected) if partitioner == "types" else found, expected)
+def _mark_upcast(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
+    """Marks float32 collectives that a CPU sends for bfloat16 ones."""
+    bfloat16 = {(e.kind, e.axes, "f32") for e in expected if e.dtype == "bfloat16"}
+    return [
+        replace(c, lowered_as=", ".join(filter(None, (c.lowered_as, UPCAST))))
+        if (c.kind, c.axes, c.dtype) in bfloat16
+        else c
+        for c in found
+    ]
 
 
-def _mark_widened(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
-    """What stands for collectives of bfloat16 marked as lowered to float32."""
-    bfloat16 = {(e.kind, e.axes) for e in expected if e.dtype == "bfloat16"}
-
-    def widened(c: CompiledCollective) -> CompiledCollective:
-        lowerings = filter(None, (c.lowered_as, WIDENED))
-        return replace(c, lowered_as=", ".join(lowerings)) if (c.kind, c.axes) in bfloat16 and c.dtype == "f32" else c
-
-    return [widened(c) for c in found]
-
-
-def _mark_narrowed(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
-    """For a TPU, whose products read bfloat16 by default: gathers of float32 that it rounds before it sends them, and
-    not after, marked as such."""
-    dtypes = defaultdict[tuple[tuple[str, ...], str], set[str]](set)
+def _mark_rounded(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
+    """Marks gathers of float32 that a TPU, whose matmuls read bfloat16 by default, rounds before it sends them."""
+    dtypes = defaultdict[tuple[str, tuple[str, ...], str], set[str]](set)
     for e in expected:
-        if e.kind == ALL_GATHER:
-            dtypes[e.axes, e.part].add(e.dtype)
+        dtypes[e.kind, e.axes, e.part].add(e.dtype)
 
-    def is_narrowed(c: CompiledCollective) -> bool:
-        return c.kind == ALL_GATHER and c.dtype == "bf16" and dtypes[c.axes, c.part] == {"float32"}
+    def is_rounded(c: CompiledCollective) -> bool:
+        return (c.kind, c.dtype) == (ALL_GATHER, "bf16") and dtypes[c.kind, c.axes, c.part] == {"float32"}
 
-    return [replace(c, lowered_as=NARROWED) if is_narrowed(c) else c for c in found]
+    return [replace(c, lowered_as=ROUNDED) if is_rounded(c) else c for c in found]
 
 
 def _mark_unscattered(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
-    """A reduce-scatter that XLA inserts is an all-reduce and a slice on a CPU: such all-reduces, in parts of the step
-    where nothing else is all-reduced, as the reduce-scatters that they stand for."""
+    """Counts all-reduces as reduce-scatters in scopes that expect these and no all-reduce: on a CPU a reduce-scatter
+    that XLA inserts is an all-reduce and a slice."""
     reduced = {(e.axes, e.part) for e in expected if e.kind == ALL_REDUCE}
     scattered = {(e.axes, e.part) for e in expected if e.kind == REDUCE_SCATTER} - reduced
 
@@ -256,27 +245,28 @@ def _compare(
     simulated: bool,
     optional: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """Compiled and expected bytes for each kind and set of axes; what a compiler narrowed counts twice.  simulated:
-    bfloat16 counts twice, and repeated collectives may be missing.  optional: parts whose collectives may be missing,
-    because a compiler merges them with those of a module of one's own."""
+    """Compiled and expected bytes for each kind and set of axes; rounded ones count twice.
+
+    simulated: bfloat16 counts twice, and repeated collectives may be missing.
+    optional: scopes whose collectives may be missing, merged with those of the user's modules."""
     sent, most, least = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for c in found:
-        sent[c.kind, c.axes] += c.bytes * (2 if c.lowered_as == NARROWED else 1)
+        sent[c.kind, c.axes] += c.bytes * (2 if c.lowered_as == ROUNDED else 1)
     for e in expected:
         times = 2 if simulated and e.dtype == "bfloat16" else 1
         most[e.kind, e.axes] += times * e.bytes
         least[e.kind, e.axes] += times * (e.bytes - simulated * e.repeated) * (e.part not in optional)
     differences = []
     for kind, axes in sorted(sent.keys() | most.keys()):
-        found_bytes, theory = sent[kind, axes], most[kind, axes]
-        missing, excess = max(0.0, least[kind, axes] - found_bytes), max(0.0, found_bytes - theory)
-        difference = {"kind": kind, "axes": list(axes), "bytes": found_bytes, "theory": theory}
+        found_bytes, allowed = sent[kind, axes], most[kind, axes]
+        missing, excess = max(0.0, least[kind, axes] - found_bytes), max(0.0, found_bytes - allowed)
+        difference = {"kind": kind, "axes": list(axes), "bytes": found_bytes, "theory": allowed}
         differences.append(difference | {"missing_bytes": missing, "excess_bytes": excess})
     return differences
 
 
 def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Bytes per device, by the compiler and by the plan."""
+    """Bytes per device: compiled and planned."""
     m = compiled.memory_analysis()
     assert m is not None
     return {
@@ -289,7 +279,7 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result of `audit` as text: expected collectives, compiled collectives, and where they differ."""
+    """The result of `audit` as text: expected and compiled collectives, and their differences."""
     r, mesh = result, " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     sent, expected = (sum(row["bytes"] for row in r[key]) for key in ("collectives", "theory"))
     lines = [r["notice"]] if r["notice"] else []
@@ -330,18 +320,18 @@ def _table(title: str, rows: list[dict[str, Any]], last: str) -> list[str]:
 
 
 def _render_per_layer(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of what a block of one's own sends, which is not judged."""
+    """A table of the collectives of the user's block."""
     if not rows:
         return []
     cells = [("a layer of your block", "over", "in its code", "compiled")]
     for row in rows:
         cells.append((row["kind"], " x ".join(row["axes"]), f"{row['code']:.3g}", f"{row['compiled']:.3g}"))
-    unit = "in residual streams of a microbatch, forward and backward; not judged"
-    return [*format_table(cells), f"        {unit}", ""]
+    unit = "        in residual streams of a microbatch, forward and backward; not judged"
+    return [*format_table(cells), unit, ""]
 
 
 def _render_differences(differences: list[dict[str, Any]]) -> Iterator[str]:
-    """Each with its bytes; and what it costs where a reduce-scatter was compiled to a plain all-reduce."""
+    """Differences in bytes, and the cost of plain all-reduces in place of reduce-scatters."""
     excess_of = {tuple(d["axes"]): d["excess_bytes"] for d in differences if d["kind"] == ALL_REDUCE}
     costs = []
     for d in differences:
@@ -357,7 +347,7 @@ def _render_differences(differences: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _render_memory(m: dict[str, Any]) -> str:
-    """The compiler's figures: for some chips only the peak; a CPU's peak leaves temporaries out, and is not shown."""
+    """The compiler's figures.  Some have a peak alone; a CPU's peak, without temporaries, is not shown."""
     arguments, temporaries, total, peak = (
         format_bytes(m[key]) for key in ("arguments", "temporaries", "total", "peak")
     )

@@ -1,4 +1,4 @@
-"""Bytes of a device that a run may take: all that it has, but of a GPU what jax allocates, here as there."""
+"""Memory of a device that a run may take: all of it, but on a GPU the share that jax allocates."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,10 @@ from spmd_lm.runtime.gpu_memory import allocated_share
 
 
 class Capacity(NamedTuple):
-    """Bytes.  device: that it has.  usable: that a run may take.  larger: the same, if jax is to allocate more.
-    setting: by which it does, as of an environment; '' where it cannot."""
+    """Bytes of a device.
+
+    usable: bytes that a run may take.
+    larger: bytes that it may take with `setting`, an environment variable by which jax allocates more; '' if none."""
 
     device: float
     usable: float
@@ -17,12 +19,12 @@ class Capacity(NamedTuple):
     setting: str = ""
 
     def remedy(self, needed: float) -> str | None:
-        """The setting with which `needed` bytes fit, if they fit with it alone."""
+        """The setting, if `needed` bytes fit with it alone."""
         return self.setting if self.usable < needed <= self.larger else None
 
 
 def capacity_of(hardware: Hardware | None, platform: str) -> Capacity | None:
-    """None for hardware whose memory is not known.  Raises ConfigError for an environment that says nonsense of it."""
+    """The capacity, None for hardware of unknown memory.  Raises ConfigError for nonsense in the environment."""
     if not hardware or not hardware.memory:
         return None
     size = hardware.memory.size
@@ -35,7 +37,7 @@ def capacity_of(hardware: Hardware | None, platform: str) -> Capacity | None:
 
 
 def describe_capacity(usable: float, device: float) -> str:
-    """Words for a capacity, to follow "of the"."""
+    """Text of a capacity, to follow "of the"."""
     if usable == device:
         return f"{format_bytes(device)} that a device has"
     return f"{format_bytes(usable)} that jax allocates of the {format_bytes(device)} of a device"

@@ -1,6 +1,6 @@
-"""What a compiled step moves through a GPU's memory, beside what it must, and how fast kernels are assumed to be.
+"""Traffic of a GPU's memory in a compiled step, the least that it needs, and assumed speeds of kernels.
 
-Only a GPU's is counted: a TPU's compiler keeps arrays on the chip, and of a CPU's caches nothing is known."""
+GPUs alone: a TPU's compiler keeps arrays on the chip, and a CPU's caches are unknown."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from spmd_lm.analysis.memory_traffic import KernelSpeeds, memory_traffic
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.hardware import Hardware, find_hardware
 from spmd_lm.cost_model.least_traffic import least_traffic
-from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.step_time import OURS
 from spmd_lm.parallel.plan import Plan
 
 MOST_PRINTED = 5  # kernels that are printed
@@ -19,7 +19,7 @@ PACKAGE = "/spmd_lm/"
 
 
 def kernel_speeds(hardware: Hardware) -> KernelSpeeds:
-    """Speeds that kernels are assumed to reach on a device whose speed is modelled."""
+    """Assumed speeds of kernels on a device whose speed is modelled."""
     assert hardware.memory and hardware.efficiency and hardware.products
     memory, peak = hardware.memory, hardware.peak_flops
     if hardware.device_kind.startswith("tpu"):
@@ -30,17 +30,16 @@ def kernel_speeds(hardware: Hardware) -> KernelSpeeds:
         memory_bandwidth=memory.bandwidth * memory.share,
         attention=peak * (reached.attention if reached else hardware.products.attention),
         fused=memory.bandwidth * (reached.fused if reached else memory.share),
-        overhead=find_system("spmd_lm").kernel_overhead if overhead is None else overhead,
+        overhead=OURS.kernel_overhead if overhead is None else overhead,
     )
 
 
 def device_traffic(
     config: RunConfig, plan: Plan, module: HloModule, shares: Shares | None, hardware: Hardware | None = None
 ) -> dict[str, Any] | None:
-    """What analysis/memory_traffic.py returns, and {least, assumptions}; None for devices that are no GPUs, or of
-    unknown speed.
+    """The result of `memory_traffic`, and {least, assumptions}; None if not a GPU of known speed.
 
-    least: what the step must move, by what it is.  hardware: by default that of the published table."""
+    least: `least_traffic`.  hardware: default the published table's."""
     hardware = hardware or find_hardware(plan.device_kind)
     if plan.platform != "gpu" or not hardware or not hardware.memory or not hardware.efficiency:
         return None
@@ -51,7 +50,7 @@ def device_traffic(
 
 
 def render_traffic(traffic: dict[str, Any]) -> Iterator[str]:
-    """In all, by kind, and the largest kernels.  In GB, as rates of memory are written."""
+    """Lines of text: totals, kinds, the largest kernels.  In GB, the unit of memory bandwidths."""
     least, assumed = traffic["least"], traffic["assumptions"]
     parts = ", ".join(f"{name} {_gigabytes(size)}" for name, size in least.items())
     yield (

@@ -1,5 +1,4 @@
-"""How much of a step's communication nothing hides, on hardware that hardware.yaml has speeds of: a model of the
-program that was compiled, not a measurement."""
+"""Exposed communication of a compiled step, on hardware whose speeds are in hardware.yaml: a model, no measurement."""
 
 import functools
 import math
@@ -29,10 +28,8 @@ NOT_MODELLED = (
 def exposed_communication(
     module: HloModule, mesh: Mesh, shares: Shares | None, hardware: Hardware | None = None
 ) -> dict[str, Any] | None:
-    """What walk_schedule returns, and {assumptions}, for a step on this mesh; None for devices of unknown speed, such
-    as a CPU's, whose schedule says nothing about it, and across a network of unknown speed.
-
-    hardware: by default that of the published table."""
+    """The result of `walk_schedule`, and {assumptions}, for a step on this mesh; None for a CPU, or a device or network
+    of unknown speed.  hardware: default the published table's."""
     hardware = hardware or find_hardware(mesh.devices.flat[0].device_kind)
     if not hardware or not hardware.links or not hardware.memory or not hardware.efficiency:
         return None
@@ -41,12 +38,14 @@ def exposed_communication(
         return None
 
     @functools.cache
-    def bandwidth(kind: str, axes: tuple[str, ...]) -> float:
-        return links.bandwidth(kind, math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
+    def group(axes: tuple[str, ...]) -> tuple[int, int]:
+        return math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes)
 
-    @functools.cache
+    def bandwidth(kind: str, axes: tuple[str, ...]) -> float:
+        return links.bandwidth(kind, *group(axes))
+
     def is_ring(axes: tuple[str, ...]) -> bool:
-        return links.is_ring(math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
+        return links.is_ring(*group(axes))
 
     kernels = kernel_speeds(hardware)
     result = walk_schedule(module, Speeds(kernels, sizes, bandwidth, is_ring), shares)
@@ -66,7 +65,7 @@ def exposed_communication(
 
 
 def render_exposed(exposed: dict[str, Any]) -> Iterator[str]:
-    """The result of `exposed_communication` as text: in all, by kind and axes, and what it assumes."""
+    """Lines of text: totals, kinds and axes, assumptions."""
     assumed, wire = exposed["assumptions"], exposed["wire_seconds"]
     waited, compute, step = (_milliseconds(exposed[f"{what}_seconds"]) for what in ("exposed", "compute", "step"))
     yield (
@@ -96,7 +95,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def write_hlo(path: Path, text: str) -> None:
-    """Raises OutputError."""
+    """Writes a program's text.  Raises OutputError."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -14,10 +14,10 @@ from spmd_lm.config.own_modules import modules_of
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
-from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
+from spmd_lm.cost_model.sizes import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
@@ -33,7 +33,7 @@ from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 
 
 def plan_on(config: RunConfig, topology: Topology) -> Plan:
-    """The plan of a run on hardware that need not be there.  Raises LayoutError if there is none."""
+    """The plan of a run on hardware that may be absent.  Raises LayoutError if there is none."""
     plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
     within = devices_within_domain(plan.mesh, plan.active_axes(MODEL), topology.domain)
     require_model_within_domain(config, plan, plan.layout.model // within)
@@ -43,11 +43,11 @@ def plan_on(config: RunConfig, topology: Topology) -> Plan:
 
 
 def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | None = None) -> dict[str, Any]:
-    """The plan as plain data.  Without one, it is made for `topology`, or for the devices of the run.  Raises
-    ConfigError for an optim.freeze that matches no parameter."""
+    """The plan as plain data; default that of `topology`, or of the run's devices.  Raises ConfigError for an
+    optim.freeze that matches no parameter."""
     plan = plan_on(config, topology) if topology else plan or _plan_of_run(config)
     m, layout, table = config.model, plan.layout, memory.table(config, plan)
-    parameters = _describe_parameters(config, plan)
+    parameters, own = _describe_parameters(config, plan), bool(m.module or config.objective.module)
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
@@ -67,7 +67,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,
-        "fullest_in": memory.fullest_phase(config, plan).name,
+        "fullest_in": memory.fullest_point(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
@@ -76,7 +76,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config, plan),
-        "partitioner": _describe_partitioner(config, plan),
+        "partitioner": choose_partitioner(config, plan.platform, bool(plan.collective_matmul), own)._asdict(),
         "attention": _describe_attention(config, plan),
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,
@@ -94,7 +94,7 @@ def parameter_count(plan: Plan) -> int:
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
-    """Bytes of a device, where it is named or a GPU: what a run may take, and all; the setting that it needs to fit."""
+    """Usable and total bytes of a device that is named or a GPU, and the setting with which `needed` bytes fit."""
     known = find_hardware(plan.device_kind) if topology or plan.platform == "gpu" else None
     capacity = capacity_of(known, plan.platform)
     return {
@@ -105,7 +105,7 @@ def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> 
 
 
 def _plan_of_run(config: RunConfig) -> Plan:
-    """On the devices that it simulates, which starts none of them, or else on those of this machine."""
+    """The plan of a run on the devices that it simulates, without starting them, or on those of this machine."""
     if simulated := config.run.simulate_devices:
         return abstract_plan(config, simulated, "cpu", "cpu")
     devices = devices_present()
@@ -116,7 +116,7 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters, rules = [], PARAMETERS.with_own(plan.own_rules)
     for each in plan.parameters:
         size = each.elements * dtype_bytes(each.dtype)
-        # `data` as one axis, which in the mesh may be several
+        # `data` is one axis here, in the mesh perhaps several
         spec = [list(rules.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
@@ -124,7 +124,7 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
-    """What frozen parameters save: bytes of moments on a device, and the share of the model FLOPs of training all."""
+    """Savings by frozen parameters: bytes of moments on a device, and the share of the model FLOPs of training all."""
     everything = 3 * config.train.batch * flops.forward_per_sequence(config)
     frozen = sum(
         each.elements * numbers_per_element(each.path[-1], each.dtype) for each in plan.parameters if not each.trained
@@ -133,13 +133,8 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 
-def _describe_partitioner(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    own = bool(config.model.module or config.objective.module)
-    return choose_partitioner(config, plan.platform, bool(plan.collective_matmul), own)._asdict()
-
-
 def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """The attention kernels of all kinds of layers, and the reasons, each once."""
+    """Attention kernels of all kinds of layers, and reasons, each once."""
     choices = dict.fromkeys(choose_kernel(of_kind, plan.platform, plan.device_kind) for of_kind in config.of_each_kind)
     return {
         "kernel": ", ".join(dict.fromkeys(each.kernel for each in choices)),
@@ -148,7 +143,7 @@ def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
 
 
 def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """Whether the layers of the train step run in a loop, why, and the bytes that one copies on a GPU each step."""
+    """Loop or unrolled layers, why, and the bytes that a loop copies on a GPU in a step."""
     scatters = plan.zero.scatters_in_backward
     choice = choose_loop(config, plan.platform, prefetch=bool(plan.prefetch), scatters=scatters)
     copies = saved_traffic(config, plan) if plan.platform == "gpu" else None
@@ -168,7 +163,7 @@ def _describe_period(layers: dict[str, Any]) -> str:
 
 
 def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schedule, drawn, what each stage holds, and the options for ZeRO-3."""
+    """The schedule, drawn, the memory of each stage, and the options for ZeRO-3."""
     p = config.parallel
     schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
     stream = stream_bytes(config, plan)
@@ -190,9 +185,8 @@ def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str,
 
 
 def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    """How often ZeRO-3 may gather weights, with the memory and traffic of each.
-
-    Recommended is the least product of memory and traffic; the bubble has no weight in it."""
+    """Options of how often ZeRO-3 gathers weights, with memory and traffic; recommended is the least product of both,
+    whatever the bubble."""
     if plan.zero.stage != 3:
         return []
     p, stages = config.parallel, plan.layout.pipe
@@ -224,7 +218,7 @@ def _saved_by_freezing(saved: dict[str, float]) -> str:
 
 
 def summary(description: dict[str, Any]) -> str:
-    """The plan in a few lines, as a run prints it at its start."""
+    """The plan in a few lines, which a run prints at its start."""
     d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
     mesh = " x ".join(f"{axis} {size}" for axis, size in d["mesh"].items())
     options = [f"ZeRO-{d['zero']}"]

@@ -1,8 +1,8 @@
-"""`spmd-lm preflight`: whether a run fits some hardware, how long its step takes there, and what the run costs.
+"""`spmd-lm preflight`: memory, step time and cost of a run on some hardware.
 
-The step is compiled, and its memory, collectives and FLOPs are those of the program.  Seconds are a model's: compute,
-bubble and optimizer are those of cost_model/step_time.py, but on a GPU compute is that of the kernels that
-analysis/memory_traffic.py counts; and what nothing hides of the communication is analysis/exposed.py's, as in audit."""
+The step is compiled: memory, collectives and FLOPs are the program's.  Seconds are modelled: compute, bubble and
+optimizer by cost_model/step_time.py, compute on a GPU by analysis/memory_traffic.py, and exposed communication by
+analysis/exposed.py, as in audit."""
 
 import hashlib
 import json
@@ -15,17 +15,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from spmd_lm.analysis.compiled_flops import compiled_flops
-from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
-from spmd_lm.cost_model.activations import shares_of_kinds
 from spmd_lm.cost_model.expected_collectives import layer_passes
-from spmd_lm.cost_model.own_layer import has_own_block
+from spmd_lm.cost_model.layer_trace import trace_layers
+from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
-from spmd_lm.cost_model.systems import find_system
-from spmd_lm.cost_model.work import LayerWork
 from spmd_lm.errors import CompilerError, ConfigError
+from spmd_lm.ops.attention import unmasked_scores
 from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
@@ -41,8 +39,8 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13"
 
 
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
-    """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled, unless that is
-    for want of memory: then it does not fit."""
+    """Results that need no price.  Raises ConfigError or LayoutError if the step cannot be compiled; one that the
+    compiler refuses for want of memory does not fit."""
     require_speed(config, target)
     try:
         step = audit_step(config, target.topology, hardware=target.hardware)
@@ -59,9 +57,9 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert exposed
     published = flops.peak(program.device, config.precision.compute)
-    predicted = predict_step(config, plan, hardware, target.profile)
+    predicted = predict_step(config, plan, hardware, target.software)
     parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
-    spans = step_range(parts, target.profile)
+    spans = step_range(parts, target.software)
     if traffic := audited["memory_traffic"]:
         counted = max(0.0, traffic["seconds"] - predicted.optimizer)
         parts |= {"compute": counted, "bubble": predicted.bubble * counted / predicted.compute}
@@ -102,22 +100,12 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
 
 
 def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
-    """The same of a step that the compiler refuses for want of memory, for `reason`: by the plan alone, and None for
-    what only a program can tell."""
+    """Results for a step that the compiler refuses for want of memory: the plan's; None for those of a program."""
     plan, hardware = make_plan(config, target), target.hardware
-    predicted, p = predict_step(config, plan, hardware, target.profile), config.parallel
+    predicted, p = predict_step(config, plan, hardware, target.software), config.parallel
     planned = sum(memory.table(config, plan).values())
-    unknown = (
-        "counted",
-        "matches_theory",
-        "step_seconds",
-        "range",
-        "parts",
-        "tokens_per_second",
-        "mfu",
-        "compile_seconds",
-    )
-    return dict.fromkeys(unknown) | {
+    unknown = "counted", "matches_theory", "step_seconds", "range", "parts", "tokens_per_second", "mfu"
+    return dict.fromkeys((*unknown, "compile_seconds")) | {
         "config": config.run.name,
         "topology": str(target.topology),
         "devices": plan.layout.devices,
@@ -136,9 +124,9 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
 
 
 def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per device: state is exact; peak and temporaries are the compiler's; gradients and activations are those of
-    the plan, in the phase that holds most.  remedy: the setting of jax's allocator with which alone it fits."""
-    state, fullest = memory.state(config, plan), memory.fullest_phase(config, plan)
+    """Bytes per device: state is exact; peak and temporaries are the compiler's; gradients and activations are the
+    plan's at its peak.  remedy: the setting of jax's allocator with which alone the step fits."""
+    state, fullest = memory.state(config, plan), memory.fullest_point(config, plan)
     peak, capacity = max(found["peak"], found["arguments"]), target.capacity
     return {
         "parameters": state["parameters"],
@@ -158,34 +146,28 @@ def _collective(row: dict[str, Any], plan: Plan, target: Target) -> dict[str, An
     assert isinstance(plan.mesh, Mesh)
     domains = domains_along(plan.mesh, row["axes"])
     fast = "ICI" if target.topology.platform == "tpu" else "NVLink"
-    return {
-        "kind": row["kind"],
-        "axes": row["axes"],
-        "link": "network" if domains > 1 else fast,
-        "bytes": row["bytes"],
-        "seconds": row["wire_seconds"],
-        "exposed_seconds": row["exposed_seconds"],
-    }
+    shared = {key: row[key] for key in ("kind", "axes", "bytes", "exposed_seconds")}
+    return shared | {"link": "network" if domains > 1 else fast, "seconds": row["wire_seconds"]}
 
 
 def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
-    """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
-    with what it computes again; of a causal model what its mask does not hide."""
-    if has_own_block(config):  # nobody knows which of its products are in a kernel
-        return 0.0
-    once = 0.0
-    for of_kind, share in zip(config.of_each_kind, shares_of_kinds(config), strict=True):
-        if choose_kernel(of_kind, plan.platform, plan.device_kind).kernel != "xla":
-            layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))
-            once += share * layer.unmasked * sum(product.flops for product in layer.attention_products)
-    ahead, passes = layer_passes(config, plan)
-    again = config.remat_policy.policy in ("full", "residual", "selective", "block")
-    return once * (ahead + passes * (1 + again + 2.5))
+    """FLOPs of fused attention on a device in a step, which the program's text does not show: forward, backward and
+    recomputed, over unmasked scores."""
+    total, (ahead, passes) = 0.0, layer_passes(config, plan)
+    rows = tokens_per_device(config, plan.layout) / config.model.context
+    for of_kind, share, traced in trace_layers(config, plan):
+        m, forward, backward = of_kind.model, traced.forward.attention_flops, traced.backward.attention_flops
+        again = forward if config.remat_policy.layers_per_remat_block > 1 else 0.0
+        flops = ahead * forward + passes * (forward + again + backward)
+        total += share * rows * unmasked_scores(m.context, m.causal, m.span) * flops
+    return total
 
 
 def with_costs(found: dict[str, Any], price: float | None, tokens: float | None) -> dict[str, Any]:
-    """Days and cost of the whole run, None of a refused one, and the range of all that depends on a step's seconds.
-    price: of a device and hour.  tokens: that it trains on; None for those of train.steps."""
+    """`found`, with days and cost of the run, None if refused, and ranges of all that depends on a step's seconds.
+
+    price: cost of a device for an hour.
+    tokens: training tokens; default those of train.steps."""
     tokens = tokens or found["steps"] * found["tokens_per_step"]
     if found["refused"]:
         return found | {"tokens": tokens, "days": None, "price": price, "cost": None}
@@ -201,15 +183,14 @@ def with_costs(found: dict[str, Any], price: float | None, tokens: float | None)
 
 
 def cached(directory: Path | None, config: RunConfig, target: Target, make: Callable[[], dict[str, Any]]) -> dict:
-    """What an earlier preflight found of this configuration, with the same versions of compilers; else a new one, which
-    replaces what was changed since."""
+    """The stored preflight of this configuration and versions of compilers, or a new one, which is stored."""
     if directory is None:
         return make()
     cache, key = VerifiedCache(directory), _digest(config, target)
     if stored := cache.get(key):
         return json.loads(stored) | {"cached": True}
     found = make()
-    with suppress(OSError):  # it is found again next time
+    with suppress(OSError):  # not stored: made again next time
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         cache.put(key, json.dumps(found).encode())
     return found
@@ -218,16 +199,14 @@ def cached(directory: Path | None, config: RunConfig, target: Target, make: Call
 def _digest(config: RunConfig, target: Target) -> str:
     versions = []
     for name in COMPILERS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    what = [dump(config), str(target), str(target.profile), *versions]
+    what = [dump(config), str(target), str(target.software), *versions]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
 def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
-    """One step by stage.  Raises ConfigError for a file that cannot be written."""
+    """Draws one step by stage.  Raises ConfigError for a file that cannot be written."""
     from spmd_lm.plots.timeline import timeline
 
     p = config.parallel

@@ -14,8 +14,8 @@ from spmd_lm import plots
 from spmd_lm.config import syntax
 from spmd_lm.config.load import CONFIG_FILE, load_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.memory import COMPILERS
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.planning.plan_report import describe
@@ -122,7 +122,7 @@ def _plan_layout(run: RunFiles, config: RunConfig) -> None:
         run.problems.append(f"No layout, because what this run runs on is not recorded: {why}.")
         return
     why = f"{devices:,} devices are more than a page shows" if devices > MOST_SHOWN else ""
-    if platform not in COMPILER_OF_PLATFORM:
+    if platform not in COMPILERS:
         why = f"it ran on devices of another kind: {platform:.40}"
     if why:
         run.problems.append(f"No layout, because {why}.")

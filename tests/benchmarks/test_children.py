@@ -1,6 +1,5 @@
 """Programs that benchmarks start find this package, and what the caller's PYTHONPATH has."""
 
-import importlib
 import os
 from pathlib import Path
 
@@ -10,19 +9,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROOT = str(BENCHMARKS.parent)
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 @pytest.mark.parametrize(
     ("caller_s", "expected"), [(None, [ROOT]), ("", [ROOT]), ("/patched:/more", [ROOT, "/patched", "/more"])]
 )
-def test_programs_get_this_package_before_the_caller_s_pythonpath(monkeypatch, caller_s, expected):
+def test_programs_get_this_package_before_the_caller_s_pythonpath(benchmark_script, monkeypatch, caller_s, expected):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if caller_s is not None:
         monkeypatch.setenv("PYTHONPATH", caller_s)
-    gpu_step, cpu_step, children = map(importlib.import_module, ("gpu_step", "cpu_step", "children"))
+    gpu_step, cpu_step, children = map(benchmark_script, ("gpu_step", "cpu_step", "children"))
     made = [gpu_step.environment(True), gpu_step.environment(False), cpu_step.environment("tuned")]
     for environment in [*made, children.environment()]:
         assert environment["PYTHONPATH"].split(os.pathsep) == expected

@@ -1,6 +1,5 @@
 """The parts of `make bench-gpu`, without a GPU."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -11,16 +10,6 @@ import pytest
 from spmd_lm.config.attention_kernels import choose_kernel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    """Scripts import each other by their bare names."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
-def script(name: str):
-    return importlib.import_module(name)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +24,13 @@ def script(name: str):
         ("copies", "MemcpyD2D Memset copy.12 aten::copy_"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(kind, names):
-    kernels = script("gpu_kernels")
+def test_a_kernel_is_known_by_its_name(benchmark_script, kind, names):
+    kernels = benchmark_script("gpu_kernels")
     assert {name: kernels.kind_of(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
 
 
-def test_kernels_that_overlap_are_not_idle_twice():
-    kernels = script("gpu_kernels")
+def test_kernels_that_overlap_are_not_idle_twice(benchmark_script):
+    kernels = benchmark_script("gpu_kernels")
     # Two steps: 0 to 4 with another stream's kernel inside, and 6 to 9 in two kernels, one after the other.
     events = [("gemm", 0, 4), ("loop_add", 1, 2), ("gemm", 6, 1), ("flash", 7, 2)]
     profile = kernels.summarize([kernels.Kernel(*event) for event in events], steps=2)
@@ -55,8 +44,8 @@ def test_kernels_that_overlap_are_not_idle_twice():
 @pytest.mark.parametrize(
     ("size", "millions"), [("gpt2-124m", 124), ("gpt2-355m", 355), ("gpt2-1.2b", 1213), ("bert-large", 336)]
 )
-def test_sizes_are_the_named_models_with_cudnns_attention(size, millions):
-    config = script("gpu_sizes").load_size(size)
+def test_sizes_are_the_named_models_with_cudnns_attention(benchmark_script, size, millions):
+    config = benchmark_script("gpu_sizes").load_size(size)
     assert choose_kernel(config, "gpu").kernel == "cudnn"
     assert config.train.batch % config.parallel.microbatches == 0 and config.precision.compute == "bfloat16"
     m = config.model
@@ -64,8 +53,8 @@ def test_sizes_are_the_named_models_with_cudnns_attention(size, millions):
     assert parameters / 1e6 == pytest.approx(millions, rel=0.007)
 
 
-def test_what_keeps_a_step_from_60_percent_is_said():
-    gpu_step = script("gpu_step")
+def test_what_keeps_a_step_from_60_percent_is_said(benchmark_script):
+    gpu_step = benchmark_script("gpu_step")
     kinds = {"products": 0.040, "attention": 0.010, "other kernels": 0.015, "copies": 0.001, "idle": 0.004}
     row = {
         "step_seconds": {"median": 0.070},

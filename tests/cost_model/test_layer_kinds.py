@@ -1,13 +1,10 @@
 """What layers of several kinds cost: means of what adds up, the most of what is held one after the other."""
 
 import pytest
-from spmd_lm.cost_model.systems import find_system
-from spmd_lm.cost_model.work import layer_seconds
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import memory
-from spmd_lm.cost_model.activations import layer_activations
-from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.cost_model.compute_time import layer_seconds
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.planning.preflight import fused_attention_flops
@@ -29,19 +26,20 @@ PLANS = {"narrow": planned(None), "wide": planned([WIDE]), "both": planned([WIDE
 
 
 def test_what_is_saved_adds_up_and_what_is_held_does_not():
-    narrow, wide, both = (layer_activations(*PLANS[name], COMPILER_OF_PLATFORM["gpu"]) for name in PLANS)
-    assert both.saved == pytest.approx((2 * wide.saved + narrow.saved) / 3) and wide.saved > narrow.saved
-    assert (both.workspace, both.hidden) == (wide.workspace, wide.hidden) and wide.workspace > narrow.workspace
+    narrow, wide, both = (memory.saved_activations(*PLANS[name]) for name in PLANS)
+    assert both == pytest.approx((2 * wide + narrow) / 3) and wide > narrow
+    narrow, wide, both = (memory.fullest_point(*PLANS[name]) for name in PLANS)
+    assert {point.name for point in (narrow, wide, both)} == {memory.BLOCKS}
+    assert both.workspace == wide.workspace > narrow.workspace
     weights = [memory.table(*PLANS[name])["parameters"] for name in PLANS]
     assert weights[2] - weights[0] == pytest.approx(2 / 3 * (weights[1] - weights[0]))
 
 
 def test_seconds_are_the_mean_of_the_layers():
-    system, hardware = find_system("spmd_lm"), find_hardware("NVIDIA H100 80GB HBM3")
-    kernels = Kernels(hardware, "bfloat16", system.software, 0.0)
-    narrow, wide, both = (layer_seconds(*PLANS[name], system, kernels) for name in PLANS)
-    assert both.forward == pytest.approx((2 * wide.forward + narrow.forward) / 3) and wide.forward > narrow.forward
-    assert both.branch_ends[1] == pytest.approx((2 * wide.branch_ends[1] + narrow.branch_ends[1]) / 3)
+    kernels = Kernels(find_hardware("NVIDIA H100 80GB HBM3"), "bfloat16", 0.9, 0.0)
+    narrow, wide, both = (layer_seconds(*PLANS[name], kernels) for name in PLANS)
+    assert both == pytest.approx([(2 * w + n) / 3 for w, n in zip(wide, narrow, strict=True)])
+    assert wide.forward > narrow.forward and wide.backward > narrow.backward
 
 
 def test_a_fused_kernel_skips_what_a_window_hides():
@@ -57,7 +55,7 @@ def test_prefetch_holds_a_period_at_a_time():
     def in_use(period):
         sections = {"model": SIZES | {"layers": 8, "period": period}, "precision": PRECISION}
         config = make_config(parallel={"data": 8, "zero": 3, "prefetch": "on"}, **sections)
-        return memory._Sizes(config, abstract_plan(config, 8, "gpu", "")).in_use
+        return memory._Step(config, abstract_plan(config, 8, "gpu", "")).in_use
 
     layer = in_use(["block"])
     assert in_use([{"kind": "window", "span": 8}, "block"]) > 1.5 * layer

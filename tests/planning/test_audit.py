@@ -21,7 +21,7 @@ from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.ops.compiler_workarounds import WINDOW_TILES, padded_columns
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render
+from spmd_lm.planning.audit import _compare, _mark_rounded, _mark_unscattered, _with_available_kernel, audit, render
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
@@ -254,14 +254,14 @@ def test_what_a_tpu_sends_to_another_slice_is_read():
 
 
 @slow
-def test_gathers_that_a_tpu_narrows_are_told_and_no_difference():
+def test_gathers_that_a_tpu_rounds_are_told_and_no_difference():
     result = audit_debug("v5p:4x4x4", "parallel.model=4", "parallel.sequence=true")
     exact(result)
     lowered = {(c["kind"], c["dtype"], c["lowered_as"]) for c in result["collectives"] if c["part"] == "blocks"}
     assert lowered == {(ALL_GATHER, "bf16", "bfloat16"), (REDUCE_SCATTER, "f32", None)}
 
 
-def test_only_gathers_of_float32_can_be_narrowed():
+def test_only_gathers_of_float32_can_be_rounded():
     def compiled(kind: str, part: str, dtype: str = "bf16") -> CompiledCollective:
         return CompiledCollective(kind, ("model",), part, dtype, None, 1, 12.0, 8.0, (12.0,))
 
@@ -279,9 +279,9 @@ def test_only_gathers_of_float32_can_be_narrowed():
         compiled(ALL_GATHER, "head"),
         compiled(REDUCE_SCATTER, "blocks"),
     ]
-    narrowed, *others = _mark_narrowed(found, theory)
-    assert narrowed.lowered_as == "bfloat16" and others == found[1:]
-    (difference, _) = _compare([narrowed, found[2]], theory, simulated=False)
+    rounded, *others = _mark_rounded(found, theory)
+    assert rounded.lowered_as == "bfloat16" and others == found[1:]
+    (difference, _) = _compare([rounded, found[2]], theory, simulated=False)
     assert difference["bytes"] == 24 + 12
 
 
@@ -533,7 +533,8 @@ def test_adapters_take_what_is_planned(name, base, parallel):
         train={"batch": 4 * devices},
     )
     memory = audit(config, compilable(name))["memory"]
-    assert 0.95 < sum(memory["planned"].values()) / memory["peak"] < 1.25, memory
+    # Arrays that a TPU keeps on its chip are planned in HBM.
+    assert 0.95 < sum(memory["planned"].values()) / memory["peak"] < 1.3, memory
     state, rows = memory["planned"]["parameters"] + memory["planned"]["adam moments"], 4
     assert memory["arguments"] - state == pytest.approx(rows * (4 * 1024 + 1) * 4, abs=1024), memory
 

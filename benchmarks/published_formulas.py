@@ -1,7 +1,7 @@
 """The papers' own formulas, as printed: for their tables, and for systems that are not ours.
 
 Of a model: `width`, `layers`, `context`, `vocab`.  Memory is in bytes, with activations of 16 bits and masks of one
-byte.  What our own steps need is in flops.py, memory.py and expected_collectives.py."""
+byte."""
 
 from typing import Literal, NamedTuple
 

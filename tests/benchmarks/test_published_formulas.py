@@ -1,7 +1,6 @@
 """The papers' tables, to the digits that they print."""
 
 import pytest
-from spmd_lm.cost_model.published_formulas import Sizes, bubble, microbatches_in_flight, state_bytes, training_days
 
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 
@@ -39,14 +38,19 @@ ZERO = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def formulas(benchmark_script):
+    return benchmark_script("published_formulas")
+
+
 def last_digit(value):
     """One unit of the last digit that is printed."""
     return 10.0 ** -len(repr(value).partition(".")[2].rstrip("0")) if isinstance(value, float) else 1.0
 
 
 @pytest.mark.parametrize(("billions", "width", "layers", "heads", "devices", "batch", "tflops", "pflops"), PTD_P)
-def test_parameters_and_rates(billions, width, layers, heads, devices, batch, tflops, pflops):
-    sizes = Sizes(width, layers, heads, 2048, 51200)
+def test_parameters_and_rates(formulas, billions, width, layers, heads, devices, batch, tflops, pflops):
+    sizes = formulas.Sizes(width, layers, heads, 2048, 51200)
     assert round(sizes.parameters / 1e9, 1) == billions
     assert pflops == pytest.approx(tflops * devices / 1e3, rel=0.5 / tflops + 0.05 / pflops)
     # The formula's FLOPs are those of the matrices, one by one: four passes over them, and over the logits three.
@@ -57,8 +61,8 @@ def test_parameters_and_rates(billions, width, layers, heads, devices, batch, tf
 
 
 @pytest.mark.parametrize(("heads", "width", "layers", "devices", "batch", "seconds", "mfu", "hfu"), RECOMPUTATION)
-def test_utilization(heads, width, layers, devices, batch, seconds, mfu, hfu):
-    sizes = Sizes(width, layers, heads, 2048, 51200)
+def test_utilization(formulas, heads, width, layers, devices, batch, seconds, mfu, hfu):
+    sizes = formulas.Sizes(width, layers, heads, 2048, 51200)
     model = sizes.step_flops(batch, recomputes=False)
     again = batch * 2048 * layers * 12 * 2048 * width  # attention counts twice in the paper's equation 8
     rate = seconds * devices * 312e12
@@ -68,9 +72,9 @@ def test_utilization(heads, width, layers, devices, batch, seconds, mfu, hfu):
 
 
 @pytest.mark.parametrize(("row", "percent"), ACTIVATIONS)
-def test_activation_memory(row, percent):
+def test_activation_memory(formulas, row, percent):
     heads, width, layers, *_ = RECOMPUTATION[row]
-    sizes = Sizes(width, layers, heads, 2048, 51200)
+    sizes = formulas.Sizes(width, layers, heads, 2048, 51200)
     baseline = sizes.layer_activations(1, 8, "none", shards_sequence=False)
     found = [
         sizes.layer_activations(1, 8, policy, shards_sequence=sequence) / baseline
@@ -81,10 +85,10 @@ def test_activation_memory(row, percent):
 
 
 @pytest.mark.parametrize("billions", ZERO)
-def test_zero_s_memory(billions):
+def test_zero_s_memory(formulas, billions):
     for devices, row in ZERO[billions].items():
         for stage, gigabytes in enumerate(row, 1):
-            found = state_bytes(billions, stage, devices)
+            found = formulas.state_bytes(billions, stage, devices)
             assert abs(found - gigabytes) <= last_digit(gigabytes), (devices, stage, found)
 
 
@@ -92,17 +96,18 @@ def test_zero_s_memory(billions):
     ("tokens", "parameters", "devices", "tflops", "days"),
     [(300e9, 175e9, 1024, 140, 34), (450e9, 1008e9, 3072, 163, 84)],
 )
-def test_training_days(tokens, parameters, devices, tflops, days):
-    fewest, most = (training_days(tokens, parameters, devices, 1e12 * (tflops + by)) for by in (0.5, -0.5))
+def test_training_days(formulas, tokens, parameters, devices, tflops, days):
+    fewest, most = (formulas.training_days(tokens, parameters, devices, 1e12 * (tflops + by)) for by in (0.5, -0.5))
     assert fewest <= days + 0.5 and days - 0.5 <= most
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 1), (8, 64, 3), (35, 280, 3), (64, 512, 1)])
-def test_bubble(stages, microbatches, chunks):
+def test_bubble(formulas, stages, microbatches, chunks):
     schedule = make_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
-    assert schedule.bubble == pytest.approx(bubble(stages, microbatches, chunks))
+    assert schedule.bubble == pytest.approx(formulas.bubble(stages, microbatches, chunks))
 
 
-def test_activations_in_flight():
+def test_activations_in_flight(formulas):
     """Of 530B, 35 stages of 3 chunks hold 1 + 34 / (35 x 3) times the layers of a stage: section 4.2.3."""
-    assert microbatches_in_flight(35, 3) / 35 == pytest.approx(1 + 34 / 105) and microbatches_in_flight(8, 1) == 8
+    assert formulas.microbatches_in_flight(35, 3) / 35 == pytest.approx(1 + 34 / 105)
+    assert formulas.microbatches_in_flight(8, 1) == 8

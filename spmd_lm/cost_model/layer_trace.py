@@ -1,0 +1,385 @@
+"""The cost of one layer on one device, from its trace: forward, and backward under the run's remat policy.
+
+Nothing here knows what a layer is made of: a block of one's own is traced as any other."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.active_rules import is_spec
+from spmd_lm.adapters import adapters_of
+from spmd_lm.axes import MODEL, SEQUENCE, is_dim_names
+from spmd_lm.batch import Batch, abstract_batch
+from spmd_lm.config.adapters import CODED
+from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.remat import RematPolicy
+from spmd_lm.config.schema import Model, Objective, RunConfig
+from spmd_lm.cost_model.dataflow import KIND_OF_PRIMITIVE, PRODUCTS, Dataflow, Operation, Value, equations, save_p
+from spmd_lm.cost_model.kernels import Product
+from spmd_lm.cost_model.sizes import shares_of_kinds
+from spmd_lm.cost_model.wire import ALL_GATHER
+from spmd_lm.models.language_model import LanguageModel, ModelInput
+from spmd_lm.models.modules import modules_of_model
+from spmd_lm.models.transformer import RESIDUAL
+from spmd_lm.ops.dropout import DropoutKey, as_one_operation
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.trees import Tree, drop_residuals, exclude, merge, subset_of
+
+ATTENTION_PRODUCTS = {"fused_attention": 2, "fused_attention_vjp": 5}
+"""Products of a fused kernel as large as all scores: backward computes the scores again."""
+PARAMS, X, GRADIENT, INDEX, BATCH = "parameters", "x", "gradient of y", "index of the layer", "batch"
+
+
+class Sent(NamedTuple):
+    """A collective of a layer.  elements: gathered or unreduced."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    elements: int
+
+
+class TracedProduct(NamedTuple):
+    """Products of matrices for one row of a batch.
+
+    per_row: the field of `product` that grows with the rows of a microbatch, if any does.
+    times: how many there are."""
+
+    product: Product
+    per_row: str
+    times: int = 1
+
+    def of_rows(self, rows: float) -> Product:
+        if not self.per_row:
+            return self.product
+        return self.product._replace(**{self.per_row: getattr(self.product, self.per_row) * rows})
+
+
+class Pass(NamedTuple):
+    """Forward, or backward with what it computes again, of one row on one device.
+
+    products: but for those of fused attention.
+    attention_flops: of fused attention, over the full square of scores.
+    traffic: bytes that fused operations on elements read and write.
+    fusions: how many of these there are.
+    peak: the most bytes of activations that it makes and that are there at once.
+    sent: how often it sends each collective, as the layer's code has them."""
+
+    products: tuple[TracedProduct, ...]
+    attention_flops: float
+    traffic: float
+    fusions: int
+    peak: float
+    sent: Counter[Sent]
+
+    @property
+    def product_flops(self) -> float:
+        return sum(each.times * each.product.flops for each in self.products)
+
+
+class LayerTrace(NamedTuple):
+    """One layer, for one row of a batch on one device.
+
+    saved: bytes that forward leaves for backward.
+    saved_once: bytes of the same that do not grow with the rows."""
+
+    forward: Pass
+    backward: Pass
+    saved: float
+    saved_once: float = 0.0
+
+
+def has_own_block(config: RunConfig) -> bool:
+    """Whether model.module names a block, and not a head alone."""
+    return config.model.module is not None and modules_of_model(config.model, config.objective).own_block
+
+
+def trace_layers(
+    config: RunConfig, plan: Plan | None, *, fused: bool | None = None, **options: Any
+) -> list[tuple[RunConfig, float, LayerTrace]]:
+    """For each layer of a period: a run as if all layers were of its kind, its share of the layers, and its cost.
+
+    fused: whether one kernel computes attention; default as the platform chooses.
+    options: of `trace_layer`."""
+    traced = []
+    for place, (of_kind, share) in enumerate(zip(config.of_each_kind, shares_of_kinds(config), strict=True)):
+        one = fused
+        if one is None:
+            assert plan
+            one = choose_kernel(of_kind, plan.platform, plan.device_kind).kernel != "xla"
+        traced.append((of_kind, share, trace_layer(of_kind, plan, config.stack_path(place), fused=one, **options)))
+    return traced
+
+
+def trace_layer(
+    config: RunConfig,
+    plan: Plan | None,
+    stack: tuple[str, ...] = ("blocks",),
+    *,
+    fused: bool = False,
+    dtype: str = "",
+    remat: RematPolicy | None = None,
+    sharded: bool = True,
+    lanes: int = 1,
+) -> LayerTrace:
+    """The cost of a layer of a model whose layers are all of one kind, remembered by what it depends on.
+
+    plan: what is trained, and the shards of a device; None for all, on one device.
+    stack: the layers' path among the parameters of `plan`.
+    fused: whether one kernel computes attention.
+    dtype: in which it is computed; default the run's.
+    remat: default the run's policy; of `block`, that of a layer within a remat block.
+    sharded: whether the device has its shards of a layer, or all of it.
+    lanes: the features of a head are padded to a multiple of it, in memory."""
+    p, remat, gathers = config.precision, remat or config.remat_policy, False
+    key: Any = config.model, config.objective, config.adapter, packs_documents(config.data), p, dtype, fused
+    trains, within_plan = None, plan if sharded else None
+    if plan is not None:
+        trains = functools.partial(plan.trains, *stack)
+        key = *key, stack, plan.freeze, plan.trainable
+    if within_plan is not None:
+        sizes = tuple((axis, within_plan.sizes[axis]) for axis in within_plan.active_axes(MODEL))
+        gathers = within_plan.sequence
+        key = *key, within_plan.own_rules, within_plan.replicated, sizes, gathers
+    key = *key, jax.config.read("jax_enable_x64")
+    if (trace := _TRACES.get((key, remat, lanes))) is None:
+        within = _within(remat, gathers=gathers)
+        if (flow := _FLOWS.get((key, within))) is None:
+            _bound(_FLOWS)
+            kernel, in_dtype = "traced" if fused else "xla", jnp.dtype(dtype or p.compute)
+            flow = _FLOWS[key, within] = _flow(config, within_plan, trains, in_dtype, kernel, within)
+        _bound(_TRACES)
+        trace = _TRACES[key, remat, lanes] = flow.under(remat).cost(lanes)
+    return trace
+
+
+_TRACES: dict[Any, LayerTrace] = {}
+_FLOWS: dict[Any, "_LayerFlow"] = {}
+"""A search asks for the same ones with each of its layouts."""
+
+
+def _bound(remembered: dict) -> None:
+    if len(remembered) >= 512:
+        remembered.clear()
+
+
+def _within(remat: RematPolicy, *, gathers: bool) -> RematPolicy:
+    """The policy with which a layer is traced: it computes attention again, or gathers of a sequence, or neither, which
+    `full` says within a layer.  A layer that runs again as a whole is `_LayerFlow.under`."""
+    if remat.recomputes_attention:
+        return RematPolicy("selective")
+    return RematPolicy("none" if gathers and not remat.recomputes_layer else "full")
+
+
+class _LayerFlow(NamedTuple):
+    """gradients: of parameters, which are no activations."""
+
+    flow: Dataflow
+    gradients: frozenset[Value]
+
+    def under(self, remat: RematPolicy) -> "_LayerFlow":
+        if not remat.recomputes_layer:
+            return self
+        return self._replace(flow=self.flow.recomputed(self.flow.named[RESIDUAL] if remat.saves_branch_sums else ()))
+
+    def cost(self, lanes: int) -> LayerTrace:
+        forward, backward = (_pass(self.flow, backward, self.gradients, lanes) for backward in (False, True))
+        return LayerTrace(forward, backward, *_saved(self.flow, lanes))
+
+
+@functools.lru_cache(maxsize=64)
+def _model(
+    model: Model, objective: Objective, adapter: Any, dtype: str, kernel: str, remat: RematPolicy
+) -> LanguageModel:
+    traced = LanguageModel(model, objective, dtype, (kernel,), remat, modules=modules_of_model(model, objective))
+    return dataclasses.replace(traced, adapters=adapters_of(adapter, traced), base=adapter.base)
+
+
+def _flow(
+    config: RunConfig,
+    plan: Plan | None,
+    trains: Callable[..., bool] | None,
+    dtype: jnp.dtype,
+    kernel: str,
+    remat: RematPolicy,
+) -> _LayerFlow:
+    """plan: of the shards.  trains: whether a parameter is trained, by its path in a layer; None for all."""
+    model = _model(config.model, config.objective, config.adapter, config.precision.params, kernel, remat)
+    names = jax.tree.map(lambda names: names[1:], model.names["blocks"], is_leaf=is_dim_names)
+
+    def of_layer(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype if path[-1].key in CODED else dtype)
+
+    params = jax.tree_util.tree_map_with_path(of_layer, model.shapes["blocks"])
+    trained = params if trains is None else _trained(params, trains)
+    rows = plan.layout.batch_shards if plan else 1  # one for each device
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[2:]), x.dtype), abstract_batch(config))
+    x = jax.ShapeDtypeStruct((*batch.tokens.shape, model.c.width), dtype)
+
+    def layer(params: Tree, x: jax.Array, d_y: jax.Array, index: jax.Array, batch: Batch) -> Any:
+        key = DropoutKey(jnp.uint32(0), jnp.uint32(0), batch.sample_ids) if model.has_dropout else None
+        frozen = exclude(params, trained)
+
+        def forward(trained: Tree, x: jax.Array) -> Any:
+            return model.block(merge(frozen, trained), x, ModelInput(batch, key, jnp.float32(1)), index)
+
+        learned = subset_of(params, trained)
+        (y, losses), vjp = jax.vjp(forward, learned, x)
+        residuals, rebuild = drop_residuals(vjp, (learned, frozen))  # as LayersLoop.vjp has it
+        backward = rebuild(save_p.bind(*residuals), (learned, frozen))
+        return y, losses, *backward((d_y, jax.tree.map(jnp.ones_like, losses)))
+
+    run: Callable = layer
+    if plan:
+        specs = jax.tree.map(plan.param_rules.spec, names, is_leaf=is_dim_names)
+        stream = P(plan.axis_rules.axes("batch"), plan.axis_rules.axes(SEQUENCE) or None)
+        batch_specs = jax.tree.map(lambda spec: P(*spec[1:]), plan.batch_specs, is_leaf=is_spec)
+        out_specs = stream, P(), subset_of(specs, trained), stream
+        run = plan.shard_map(layer, (specs, stream, stream, P(), batch_specs), out_specs)
+    arguments = params, x, x, jax.ShapeDtypeStruct((), jnp.int32), batch
+    names_of = zip((PARAMS, X, GRADIENT, INDEX, BATCH), arguments, strict=True)
+    roots = [root for root, argument in names_of for _ in jax.tree.leaves(argument)]
+    with as_one_operation(True):
+        jaxpr = jax.make_jaxpr(run)(*arguments)
+    flow = Dataflow(jaxpr, roots, gradient=GRADIENT)
+    gradients = flow.outputs[-1 - len(jax.tree.leaves(trained)) : -1]
+    return _LayerFlow(flow, frozenset(value.base for value in gradients))
+
+
+def _trained(tree: Tree, trains: Callable[..., bool], *path: str) -> Tree:
+    """The leaves of nested dicts that are trained."""
+    return {
+        key: _trained(value, trains, *path, key) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if isinstance(value, dict) or trains(*path, key)
+    }
+
+
+def _is_activation(value: Value) -> bool:
+    """Whether it grows with the batch."""
+    return bool(value.shape) and bool(value.roots - {PARAMS, INDEX})
+
+
+def _bytes(value: Value, lanes: int) -> int:
+    """Bytes of an array whose last dimension, if heads are ahead of it, is padded."""
+    *outer, features = value.shape
+    padded = -(-features // lanes) * lanes if len(outer) > 2 else features
+    return value.bytes // features * padded
+
+
+def _saved(flow: Dataflow, lanes: int) -> tuple[float, float]:
+    """Bytes of what forward makes, or begins with, and backward reads, but for parameters and what all layers share:
+    that grow with the rows, and that do not."""
+    parameters = {value for value in flow.arguments if value.roots == {PARAMS}}
+    of_layer = [value for value in flow.saved.values() if value.shape and value.roots - {BATCH}]
+    stored = {value.base if value.base.bytes == value.bytes else value: value for value in of_layer}
+    grows, fixed = 0, 0
+    for value in stored.values():
+        if _is_activation(value):
+            grows += _bytes(value, lanes)
+        elif value not in parameters:
+            fixed += value.bytes
+    return grows, fixed
+
+
+def _sent(operations: list[Operation]) -> Counter[Sent]:
+    sent = Counter[Sent]()
+    for operation in operations:
+        for equation, times in equations(operation.equation):
+            if kind := KIND_OF_PRIMITIVE.get(equation.primitive.name):
+                axes = equation.params.get("axes", equation.params.get("axis_name"))
+                axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+                for array in equation.outvars if kind == ALL_GATHER else equation.invars:
+                    sent[Sent(kind, axes, array.aval.dtype.name, math.prod(array.aval.shape))] += times
+    return sent
+
+
+def _pass(flow: Dataflow, backward: bool, gradients: frozenset[Value], lanes: int) -> Pass:
+    operations = [each for each in flow.operations if each.backward == backward]
+    kernels = flow.kernels(operations)
+    last = {value: i for i, kernel in enumerate(kernels) for value in kernel.read}
+    ends, alive, peak, fusions, traffic = Counter[int](), 0, 0, 0, 0
+    for i, kernel in enumerate(kernels):
+        made = [value for value in kernel.written if _is_activation(value) and value not in gradients]
+        if made and not kernel.operations[0].is_kernel:
+            fusions += 1
+            traffic += sum(value.bytes for value in (*filter(_is_activation, kernel.read), *made))
+        for value in made:
+            ends[last.get(value, len(kernels))] += _bytes(value, lanes)
+        alive += sum(_bytes(value, lanes) for value in made)
+        peak = max(peak, alive)
+        alive -= ends[i]
+    attention = sum(map(_attention_flops, operations))
+    return Pass(_merged(operations), attention, traffic, fusions, peak, _sent(operations))
+
+
+def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
+    """The products of these.  Those of one array with several are one, as XLA merges them, or a library fills with one
+    what the tiles of another leave."""
+    products = [(operation, each) for operation in operations for each in _products(operation)]
+    uses = Counter((value.base, each.product.inner) for operation, each in products for value in operation.inputs)
+    merged: dict[Any, TracedProduct] = {}
+    for operation, (product, per_row, times) in products:
+        key: Any = product, per_row
+        left, right = [*operation.inputs, None, None][:2]
+        for shared, columns in ((left, product.columns), (right, product.rows)):
+            if (
+                shared
+                and per_row in ("rows", "inner")
+                and _is_activation(shared)
+                and uses[shared.base, product.inner] > 1
+            ):
+                key, rows = (shared.base, product.inner), product.rows * product.columns / columns
+                columns += merged[key].product.columns if key in merged else 0
+                merged[key] = TracedProduct(Product(rows, product.inner, columns), per_row, times)
+                break
+        else:
+            already = merged[key].times if key in merged else 0
+            merged[key] = TracedProduct(product, per_row, times + already)
+    return tuple(merged.values())
+
+
+PER_ROW: dict[tuple[bool, ...], str] = {
+    (True, True): "inner",
+    (True, False): "rows",
+    (False, True): "columns",
+    (False, False): "",
+}
+"""What grows with the rows, by whether the operands do."""
+
+
+def _products(operation: Operation) -> Iterator[TracedProduct]:
+    grows = tuple(map(_is_activation, operation.inputs[:2]))
+    for equation, times in equations(operation.equation):
+        if equation.primitive.name not in PRODUCTS:
+            continue
+        left, right, out = (each.aval.shape for each in (*equation.invars[:2], equation.outvars[0]))
+        if equation.primitive.name != "dot_general":  # the features of a convolution are its kernel's first dimension
+            columns = out[-1] if equation.primitive.name == "ragged_dot_general" else right[0]
+            inner = left[-1] if equation.primitive.name == "ragged_dot_general" else math.prod(right[1:])
+            yield TracedProduct(Product(math.prod(out) // columns, inner, columns), "rows", times)
+            continue
+        (inner, _), (batch, _) = equation.params["dimension_numbers"]
+        shared, contracted = (math.prod(left[dim] for dim in dims) for dims in (batch, inner))
+        rows, columns = (math.prod(shape) // shared // contracted for shape in (left, right))
+        # A loop's grow in some dimension, those of attention in their batch.
+        per_row = "batch" if equation is not operation.equation or batch else PER_ROW[grows]
+        if per_row == "columns":
+            rows, columns, per_row = columns, rows, "rows"
+        yield TracedProduct(Product(rows, contracted, columns, shared), per_row, times)
+
+
+def _attention_flops(operation: Operation) -> float:
+    products = ATTENTION_PRODUCTS.get(operation.equation.primitive.name, 0)
+    if not products:
+        return 0.0
+    rows, time, heads, width = operation.inputs[0].shape
+    return products * 2.0 * rows * heads * time**2 * width
