@@ -9,7 +9,8 @@ A configuration names its hardware in its first lines, as `--topology T`, and gi
 import re
 import sys
 
-from layouts import HEADER, ROOT, RULE, row
+from children import ROOT
+from layouts import HEADER, RULE, row
 
 CONFIGS = ROOT / "configs"
 
