@@ -3,6 +3,7 @@ every compiler does; and which of them one kernel computes."""
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -78,7 +79,7 @@ class Operation:
     def backward(self) -> bool:
         return self.outputs[0].backward
 
-    @property
+    @functools.cached_property
     def is_kernel(self) -> bool:
         return self.equation.primitive.name in KERNELS or next(inner_jaxprs(self.equation), None) is not None
 

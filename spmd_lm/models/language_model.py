@@ -94,17 +94,25 @@ class LanguageModel:
     @property
     def names(self) -> Params:
         """The dimension names of every parameter."""
-        return self._names_and_shapes[0]
+        return self._of_any_layout._names_and_shapes[0]
 
     @property
     def shapes(self) -> Params:
         """Shape and dtype of every parameter, unpadded."""
-        return self._names_and_shapes[1]
+        return self._of_any_layout._names_and_shapes[1]
+
+    @functools.cached_property
+    def _of_any_layout(self) -> "LanguageModel":
+        """A model with the same parameters and blocks, which is traced once for all layouts."""
+        x64 = jax.config.read("jax_enable_x64")
+        return _of_any_layout(self.c, self.objective, self.dtype, self.modules, self.adapters, self.base, x64)
 
     @functools.cached_property
     def _names_and_shapes(self) -> tuple[Params, Params]:
-        x64 = jax.config.read("jax_enable_x64")
-        return _names_and_shapes(self.c, self.objective, self.dtype, self.modules, self.adapters, self.base, x64)
+        _, state = _abstract(self._modules)
+        names = _to_params(state, lambda variable: variable.get_metadata().get("out_sharding"))
+        require_names(names, shapes := _to_params(state))
+        return names, shapes
 
     def init(self, seed: int) -> Params:
         """Matrices N(0, 0.02), biases zero, norms one: a function of the seed alone."""
@@ -227,7 +235,7 @@ class LanguageModel:
 
         weight = 1.0 if row_weight is None else row_weight
         context = BlockContext(make_attention, key, self._linears(), self._checkpoint, batch, weight)
-        block = nnx.merge(self._block_graphs[place], params)
+        block = nnx.merge(self._of_any_layout._block_graphs[place], params)
         result = block(x, context)
         if self.modules.own_block and self.adapters:
             require_used(block)
@@ -403,7 +411,7 @@ class LanguageModel:
         def run(period: Period, x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
             layers, caches = gather(inputs[0]), []
             for graph, layer, layer_cache in zip(
-                self._block_graphs, period.trees(layers), period.trees(inputs[1]), strict=False
+                self._of_any_layout._block_graphs, period.trees(layers), period.trees(inputs[1]), strict=False
             ):
 
                 def make_attention(spec: AttentionSpec, layer_cache=layer_cache) -> AttentionCore:
@@ -445,13 +453,8 @@ class LanguageModel:
 
 
 @functools.lru_cache(maxsize=64)
-def _names_and_shapes(
+def _of_any_layout(
     c: Model, objective: Objective, dtype: str, modules: ModelModules, adapters: Adapters, base: Base, x64: bool
-) -> tuple[Params, Params]:
-    """Traced once for all layouts of a model.  x64: whether jax knows float64, on which the trace depends."""
-    model = LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)
-    _, state = _abstract(model._modules)
-    names = _to_params(state, lambda variable: variable.get_metadata().get("out_sharding"))
-    shapes = jax.eval_shape(lambda: model.init(0))
-    require_names(names, shapes)
-    return names, shapes
+) -> LanguageModel:
+    """x64: whether jax knows float64, on which a trace depends."""
+    return LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)
