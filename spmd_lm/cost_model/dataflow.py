@@ -134,7 +134,7 @@ class Dataflow:
                 needed.update(operation.inputs)
         again: dict[Value, Value] = {}
 
-        def in_backward(value: Value) -> Value:
+        def read_back(value: Value) -> Value:
             if value not in again:
                 again[value] = dataclasses.replace(value, backward=True, view_of=None)
                 flow.saved[again[value]] = value
@@ -143,7 +143,7 @@ class Dataflow:
         repeated = []
         for operation in forward:
             if not needed.isdisjoint(set(operation.outputs) - kept):
-                inputs = list(map(in_backward, operation.inputs))
+                inputs = list(map(read_back, operation.inputs))
                 for value in operation.outputs:
                     base = inputs[0].base if value.view_of else None
                     again.setdefault(value, dataclasses.replace(value, backward=True, view_of=base))
@@ -151,9 +151,7 @@ class Dataflow:
         backward = []
         for operation in self.operations:
             if operation.backward:
-                inputs = [
-                    in_backward(self.saved[value]) if value in self.saved else value for value in operation.inputs
-                ]
+                inputs = [read_back(self.saved[x]) if x in self.saved else x for x in operation.inputs]
                 backward.append(Operation(operation.equation, inputs, operation.outputs))
         flow.operations = [*forward, *repeated, *backward]
         flow._drop_unread()

@@ -141,21 +141,21 @@ def trace_layer(
     lanes: the features of a head are padded to a multiple of it, in memory."""
     p, remat, gathers = config.precision, remat or config.remat_policy, False
     key: Any = config.model, config.objective, config.adapter, packs_documents(config.data), p, dtype, fused
-    trains, within_plan = None, plan if sharded else None
+    trains, of_shards = None, plan if sharded else None
     if plan is not None:
         trains = functools.partial(plan.trains, *stack)
         key = *key, stack, plan.freeze, plan.trainable
-    if within_plan is not None:
-        sizes = tuple((axis, within_plan.sizes[axis]) for axis in within_plan.active_axes(MODEL))
-        gathers = within_plan.sequence
-        key = *key, within_plan.own_rules, within_plan.replicated, sizes, gathers
+    if of_shards is not None:
+        sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(MODEL))
+        gathers = of_shards.sequence
+        key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers
     key = *key, jax.config.read("jax_enable_x64")
     if (trace := _TRACES.get((key, remat, lanes))) is None:
-        within = _within(remat, gathers=gathers)
-        if (flow := _FLOWS.get((key, within))) is None:
+        inside = _policy_inside(remat, gathers=gathers)
+        if (flow := _FLOWS.get((key, inside))) is None:
             _bound(_FLOWS)
             kernel, in_dtype = "traced" if fused else "xla", jnp.dtype(dtype or p.compute)
-            flow = _FLOWS[key, within] = _flow(config, within_plan, trains, in_dtype, kernel, within)
+            flow = _FLOWS[key, inside] = _flow(config, of_shards, trains, in_dtype, kernel, inside)
         _bound(_TRACES)
         trace = _TRACES[key, remat, lanes] = flow.under(remat).cost(lanes)
     return trace
@@ -171,9 +171,9 @@ def _bound(remembered: dict) -> None:
         remembered.clear()
 
 
-def _within(remat: RematPolicy, *, gathers: bool) -> RematPolicy:
-    """The policy with which a layer is traced: it computes attention again, or gathers of a sequence, or neither, which
-    `full` says within a layer.  A layer that runs again as a whole is `_LayerFlow.under`."""
+def _policy_inside(remat: RematPolicy, *, gathers: bool) -> RematPolicy:
+    """The policy with which a layer is traced: `selective` computes attention again, `none` gathers of a sequence,
+    `full` neither: a layer that runs again as a whole is `_LayerFlow.under`."""
     if remat.recomputes_attention:
         return RematPolicy("selective")
     return RematPolicy("none" if gathers and not remat.recomputes_layer else "full")
@@ -329,14 +329,10 @@ def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
     merged: dict[Any, TracedProduct] = {}
     for operation, (product, per_row, times) in products:
         key: Any = product, per_row
+        grows = per_row in ("rows", "inner")
         left, right = [*operation.inputs, None, None][:2]
         for shared, columns in ((left, product.columns), (right, product.rows)):
-            if (
-                shared
-                and per_row in ("rows", "inner")
-                and _is_activation(shared)
-                and uses[shared.base, product.inner] > 1
-            ):
+            if grows and shared and _is_activation(shared) and uses[shared.base, product.inner] > 1:
                 key, rows = (shared.base, product.inner), product.rows * product.columns / columns
                 columns += merged[key].product.columns if key in merged else 0
                 merged[key] = TracedProduct(Product(rows, product.inner, columns), per_row, times)
@@ -347,13 +343,8 @@ def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
     return tuple(merged.values())
 
 
-PER_ROW: dict[tuple[bool, ...], str] = {
-    (True, True): "inner",
-    (True, False): "rows",
-    (False, True): "columns",
-    (False, False): "",
-}
-"""What grows with the rows, by whether the operands do."""
+PER_ROW = ("", "columns"), ("rows", "inner")
+"""What grows with the rows, by whether the left and the right operand do."""
 
 
 def _products(operation: Operation) -> Iterator[TracedProduct]:
@@ -371,7 +362,7 @@ def _products(operation: Operation) -> Iterator[TracedProduct]:
         shared, contracted = (math.prod(left[dim] for dim in dims) for dims in (batch, inner))
         rows, columns = (math.prod(shape) // shared // contracted for shape in (left, right))
         # A loop's grow in some dimension, those of attention in their batch.
-        per_row = "batch" if equation is not operation.equation or batch else PER_ROW[grows]
+        per_row = "batch" if equation is not operation.equation or batch else PER_ROW[grows[0]][grows[1]]
         if per_row == "columns":
             rows, columns, per_row = columns, rows, "rows"
         yield TracedProduct(Product(rows, contracted, columns, shared), per_row, times)

@@ -225,18 +225,18 @@ class _Step:
         last = first = gradients  # when backward runs the last layer, and the first
         unrolled = not (self.plan.scan or self.config.remat_policy.layers_per_remat_block > 1)
         unrolled = unrolled and not (self.plan.zero.scatters_in_backward or self.config.model.share_layers)
-        in_backward = self.saved
+        saved_by_all = self.saved
         if self.compiler.adds_in_products and unrolled:
             last = added_up + self.table + (0 if self.several else self.layer_gradients)
             first = added_up or gradients
             if self.plan.sequence:  # XLA gathers each layer's sequence ahead of its backward
-                in_backward += self.plan.layout.model * self.stream * self.config.layers_per_chunk
-        in_use, of_one = self.resident + self.in_use + kept, self.saved / self.config.layers_per_chunk
+                saved_by_all += self.plan.layout.model * self.stream * self.config.layers_per_chunk
+        in_use, saved_by_one = self.resident + self.in_use + kept, self.saved / self.config.layers_per_chunk
         return [
             Point(FORWARD, weights + self.in_use, zeros, self.saved, self.forward),
             Point(HEAD, weights, zeros, self.saved, head),
-            Point(BLOCKS, in_use, last + self.unscattered, in_backward, self.backward),
-            Point(BLOCKS, in_use, first + self.unscattered, of_one, self.backward),
+            Point(BLOCKS, in_use, last + self.unscattered, saved_by_all, self.backward),
+            Point(BLOCKS, in_use, first + self.unscattered, saved_by_one, self.backward),
             Point(EMBEDDING, (self.resident + self.rest) * self.several, gradients, 0, embedding),
         ]
 
