@@ -8,17 +8,26 @@ A configuration names its hardware in its first lines, as `--topology T`, and gi
 
 import re
 import sys
+from pathlib import Path
 
 from children import ROOT
 from layouts import HEADER, RULE, row
 
+from spmd_lm.config.load import load
+
 CONFIGS = ROOT / "configs"
+
+
+def size(path: Path) -> int:
+    """Grows with the parameters of the model's layers."""
+    model = load(path).model
+    return model.layers * model.width**2
 
 
 def main() -> int:
     print(f"GiB per device and step\n\n{HEADER.replace('overrides', 'configuration')}\n{RULE}")
     failed = 0
-    for path in sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (path.parent, path.stat().st_size, path.name)):
+    for path in sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (path.parent, size(path), path.name)):
         name = str(path.relative_to(CONFIGS).with_suffix(""))
         topology = re.search(r"--topology (\S+)", path.read_text())
         if topology and (len(sys.argv) == 1 or any(part in name for part in sys.argv[1:])):
