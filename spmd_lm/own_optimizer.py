@@ -89,7 +89,7 @@ def _problems(rule: optax.GradientTransformation) -> Iterator[str]:
             made.append(updates)
         return made
 
-    for size in (1e-3, 1.0, 1e3):  # on both sides of a threshold
+    for size in (1e-3, 1.0, 1e3):  # on both sides of any threshold, as for clipping
         grads = {name: size * g for name, g in random.items()}
         once = updates_of(grads)
         for name, g in grads.items():
