@@ -51,7 +51,7 @@ class ScalingLaw:
     a: Estimate  # the best N grows as compute^a: beta / (alpha + beta)
     b: Estimate  # the best D grows as compute^b: alpha / (alpha + beta)
     residual: float  # standard deviation of log loss around the fit: the relative error of a run
-    points: int  # fitted
+    points: int  # number of them fitted
     outliers: tuple[int, ...]  # indices of points that were left out, as too far from all others
     replicates_RP: np.ndarray = dataclasses.field(repr=False)  # (e, a, b, alpha, beta) of the simulated fits
 
@@ -72,8 +72,8 @@ def fit(
 ) -> ScalingLaw:
     """The law of runs of N = `parameters` on D = `tokens` that ended with `losses`, arrays of one shape [N].
 
-    replicates: simulated sweeps that the bands are percentiles of; their seed is `seed`.  Raises FitError if the points
-    do not determine a law."""
+    replicates: number of simulated sweeps, drawn with `seed`, whose percentiles are the bands.  Raises FitError if the
+    points do not determine a law."""
     n, d, loss = (np.asarray(each, float).ravel() for each in (parameters, tokens, losses))
     _check(n, d, loss)
     log_n, log_d, log_loss = np.log(n), np.log(d), np.log(loss)
