@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
 HUB_SCHEME = "hf://"  # prefix of a model that `spmd-lm import` downloads
-MAX_VALUES = 3_000_000  # in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
+MAX_VALUES = 3_000_000  # most values in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -144,7 +144,7 @@ def _is_of_user_alone(group: int) -> bool:
         return False
 
 
-def memory_bytes() -> int:  # of this host
+def memory_bytes() -> int:  # this host's RAM
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

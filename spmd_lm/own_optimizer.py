@@ -17,7 +17,7 @@ from spmd_lm.config.schema import CustomOptimizer, OptimizerConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.own_module import load_object
 
-TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}  # of biases and norms, tables, stacked layers
+TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}  # like biases and norms, tables, stacked layers
 TRIAL_STEPS = 3
 
 

@@ -41,7 +41,7 @@ def calls(module: HloModule, i: Instruction, path: CallPath, shares: Shares) -> 
         yield callee, path._replace(fused_kind=REDUCE_SCATTER if scatters else path.fused_kind)
     elif i.opcode == "while" and (times := module.trip_count(i)) is not None:
         body = i.attribute("body")
-        ring = re.search(r"windowed_dot_general_body_(rs|ag)", body)  # of permutes, beside a matmul
+        ring = re.search(r"windowed_dot_general_body_(rs|ag)", body)  # a ring of permutes, beside a matmul
         kind = {"rs": REDUCE_SCATTER, "ag": ALL_GATHER}[ring[1]] if ring else path.fused_kind
         yield body, path._replace(counts=path.counts * times, fused_kind=kind)
     elif i.opcode in ("conditional", "while"):  # this loop has at most one iteration

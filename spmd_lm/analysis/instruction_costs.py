@@ -31,7 +31,7 @@ _WHOLE = {
 _OF_WORKSPACE = ("s8", "u8")
 _MOVES = {"dynamic-update-slice", "dynamic-slice", "copy", "copy-start", "transpose"}
 _ARRANGES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-_FEW_BYTES = 64  # of indices, which any fusion may compute
+_FEW_BYTES = 64  # at most, for indices, which any fusion may compute
 _MOST_POSITIONS = 1 << 22
 
 PRODUCTS, ATTENTION, OTHERS, COPIES, FILLS = "products", "attention", "other kernels", "copies", "fills"

@@ -197,4 +197,4 @@ def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hard
 def find_row(device_kind: str, rows: tuple[Hardware, ...]) -> Hardware | None:
     """The row whose kind is the longest prefix of `device_kind`; None if there is none."""
     matching = [row for row in rows if device_kind.lower().startswith(row.device_kind)]
-    return max(matching, key=lambda row: len(row.device_kind), default=None)  # of equal ones the first
+    return max(matching, key=lambda row: len(row.device_kind), default=None)  # the first of equally long ones

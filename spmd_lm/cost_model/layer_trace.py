@@ -233,7 +233,7 @@ def _flow(
 
         learned = subset_of(params, trained)
         (y, losses), vjp = jax.vjp(forward, learned, x)
-        residuals, rebuild = drop_residuals(vjp, (learned, frozen))  # as LayersLoop.vjp has it
+        residuals, rebuild = drop_residuals(vjp, (learned, frozen))  # as in LayersLoop.vjp
         backward = rebuild(save_p.bind(*residuals), (learned, frozen))
         return y, losses, *backward((d_y, jax.tree.map(jnp.ones_like, losses)))
 

@@ -130,7 +130,7 @@ class _Step:
         self.several = config.parallel.microbatches > 1 or plan.layout.pipe > 1
         shards = plan.layout.model
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
-        self.logit_bytes = vocab * self.float32  # of one token
+        self.logit_bytes = vocab * self.float32  # per token
         self.layers_of_stage = config.model.unique_layers // plan.layout.pipe  # those with weights of their own
         self._activations()
         self._weights()
@@ -195,7 +195,7 @@ class _Step:
         self.layer_gradients = plan.bytes_per_device(p.compute, "blocks", gathered=True, trained=True)
         self.layer_gradients //= self.layers_of_stage
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
-        ahead = ahead * self.itemsize // self.layers_of_stage  # which are scattered a layer later
+        ahead = ahead * self.itemsize // self.layers_of_stage  # these are scattered a layer later
         self.accumulated, self.complete, self.unscattered = trained * self.float32 // self.itemsize, trained, 0
         if plan.zero.scatters_in_backward:
             shards = plan.elements_per_device(trained=True)

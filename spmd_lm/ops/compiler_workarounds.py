@@ -122,7 +122,7 @@ def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> b
     columns are a multiple of 128."""
     for devices in axis_sizes:
         first, *others = _devices_first(shape, devices)
-        *outer, rows, columns = first // devices, *others  # of one device's shard
+        *outer, rows, columns = first // devices, *others  # one device's shard
         tiles = math.prod(outer) * -(-rows // 8) * (columns // 128)
         window = tiles // (tiles & -tiles)  # the odd factor
         if (devices + 4) * window > WINDOW_TILES:

@@ -48,7 +48,7 @@ TOLERANCE = 0.01  # share of the expected bytes that may be missing or in excess
 SLACK = 4096  # bytes that always may: scalars that compilers add
 MODEL_PARTS = ("embedding", "blocks", "head")
 """Scopes of a step that a model's modules compute."""
-UPCAST, ROUNDED = "float32", "bfloat16"  # what a compiler made of the other
+UPCAST, ROUNDED = "float32", "bfloat16"  # the dtype into which a compiler turned the other
 
 
 class AuditedStep(NamedTuple):

@@ -53,7 +53,7 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
 
 def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str, Any]:
     program, module, shares, audited = step
-    config = program.config  # with the attention kernel that could be compiled
+    config = program.config  # its attention kernel is one that could be compiled
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert exposed
     published = flops.peak(program.device, config.precision.compute)
