@@ -23,8 +23,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Imports public functions (spmd_lm/api.py) on first use: `import spmd_lm` alone costs nothing, and loads no
-    jax."""
+    """Imports public functions (api.py) on first use: `import spmd_lm` alone costs nothing, and loads no jax."""
     if name not in __all__:
         raise AttributeError(f"module 'spmd_lm' has no attribute '{name}'")
     from spmd_lm import api

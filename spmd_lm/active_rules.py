@@ -1,8 +1,8 @@
 """The rules under which a model is traced: which mesh axes shard each named dimension of its activations.
 
-A model names the dimensions of its arrays, `heads` or `vocab`, and never mentions devices.  Whoever traces it sets the
-rules once, with `use_axis_rules`.  Without rules nothing is sharded, and the same code runs on one device without a
-mesh."""
+A model names the dimensions of its arrays, `heads` or `vocab`, and never mentions devices.  The code that traces it
+sets the rules once, with `use_axis_rules`.  Without rules nothing is sharded, and the same code runs on one device
+without a mesh."""
 
 import dataclasses
 import functools
@@ -25,9 +25,10 @@ def is_spec(x: Any) -> bool:
 class AxisRules:
     """The mesh axes that shard each named dimension of activations.
 
-    rules: all names that a model may use; another name is a mistake, not an unsharded dimension.  sizes: devices along
-    each mesh axis.  with_gathered: where parameters are sharded over more axes between their uses, gathers them for a
-    function of the model (parallel/own_mesh.py)."""
+    rules: all names that a model may use; another name is a mistake, not an unsharded dimension.
+    sizes: number of devices along each mesh axis.
+    with_gathered: gathers, for a function of the model, parameters sharded further between uses
+      (parallel/own_mesh.py)."""
 
     rules: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
@@ -48,8 +49,7 @@ class AxisRules:
 
 
 use_axis_rules = jax.make_user_context()
-"""A context of AxisRules, or None: `with use_axis_rules(rules):` traces under them.  jax.jit traces again what it has
-traced under other rules."""
+"""A context of AxisRules, or None: `with use_axis_rules(rules):` traces under them.  jax.jit retraces for others."""
 
 
 def axis_rules() -> AxisRules | None:

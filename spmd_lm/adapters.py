@@ -27,13 +27,13 @@ from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.ops.few_bits import BLOCK_SIZE
 from spmd_lm.parallel.trees import leaves_by_path
 
-TASK_HEAD = "head"  # also trained if an objective predicts no tokens, because it is new
+TASK_HEAD = "head"  # newly initialized, and so trained too, if an objective predicts no tokens
 
 
 @functools.lru_cache(maxsize=64)
 def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
-    """The adapters of matrices in a model's blocks, by path.  Raises ConfigError for a target that matches none, or one
-    in some layers only."""
+    """The adapters of matrices in a model's blocks, by path.  Raises ConfigError for a target that matches none, or
+    matches in some layers only."""
     if isinstance(adapter, NoAdapter):
         return ()
     chosen = _of_layers("targets", _targets(adapter.targets), model)
@@ -63,11 +63,11 @@ def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
 
 class _Found(NamedTuple):
     find: Callable[[Sequence[str]], tuple[Collection[str], Any]]  # a matrix's names -> (targets that match, value)
-    targets: Collection[str]  # all
+    targets: Collection[str]  # all that were asked for
 
 
 def _targets(targets: str | Sequence[str]) -> _Found:
-    """Targets as PEFT reads them: a regular expression of a whole name, or names and suffixes of names."""
+    """Targets as PEFT reads them: a regular expression that matches a whole name, or names and suffixes of names."""
     if targets == ALL_LINEAR:
         return _Found(lambda names: ([ALL_LINEAR], True), [ALL_LINEAR])
     if isinstance(targets, str):
@@ -83,7 +83,7 @@ def _targets(targets: str | Sequence[str]) -> _Found:
 
 
 def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
-    """Numbers by regular expressions of suffixes of names, as PEFT reads them; the first match counts."""
+    """Numbers by regular expressions that match a suffix of a name, as PEFT reads them; the first match wins."""
     compiled = [(name, _compiled(key, rf"(.*\.)?({name})"), number) for name, number in pattern]
 
     def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
@@ -101,8 +101,8 @@ def _compiled(key: str, text: str) -> re.Pattern[str]:
 
 
 def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
-    """The found values by path of matrices in a block.  Raises ConfigError for a target that matches none, and if
-    layers differ."""
+    """The values found, by the path of their matrix in a block.  Raises ConfigError if a target matches none, or layers
+    differ."""
     kind, values, unused = model.c.kind, dict[str, Any](), set(found.targets)
     for path in model.matrices:
         theirs = HF_MODULES[kind].get(path, ())
@@ -136,7 +136,7 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
 
 
 def require_whole_blocks(model: LanguageModel, shards: int) -> None:
-    """Raises LayoutError if sharding over `model` would cut blocks of inputs that share a scale."""
+    """Raises LayoutError if sharding over `model` would split quantization blocks: inputs that share a scale."""
     if model.base not in ("nf4", "nf4-double"):
         return
     shapes = leaves_by_path(dataclasses.replace(model, base="none").shapes["blocks"])
@@ -163,10 +163,8 @@ def require_free_names(model: LanguageModel) -> None:
 def trainable_paths(
     adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()
 ) -> frozenset[str] | None:
-    """Paths of adapters, of `modules_to_save` and of a task's head; None without adapters, when all parameters are
-    trained.
-    freeze: patterns of optim.freeze.  Raises ConfigError for modules_to_save that do not exist, are quantized, or are
-    frozen."""
+    """Paths of adapters, of `modules_to_save` and of a task's head; None without adapters: all are trained.
+    freeze: patterns of optim.freeze.  Raises ConfigError for modules_to_save that are missing, quantized or frozen."""
     if isinstance(adapter, NoAdapter):
         return None
     paths = _paths(model)
@@ -200,8 +198,7 @@ def trainable_paths(
 
 
 def _require_one_training(saved: Mapping[str, Sequence[str]], freeze: Sequence[str], model: LanguageModel) -> None:
-    """Raises ConfigError for a matrix that is trained, as a part of `saved`, in addition to its adapter, or whose
-    adapter is frozen."""
+    """Raises ConfigError for a matrix that `saved` trains in addition to its adapter, or whose adapter is frozen."""
     for path, _ in model.adapters:
         if parts := [each for each, paths in saved.items() if f"blocks.{path}" in paths]:
             raise ConfigError(
@@ -221,7 +218,7 @@ def _freezes(freeze: Sequence[str], path: str, model: LanguageModel) -> bool:
 
 
 def _paths(model: LanguageModel) -> list[str]:
-    """Paths of the parameters, without places in a period."""
+    """Paths of the parameters, without the keys of places in a period."""
     paths = (layer_path(tuple(path.split("."))) for path in leaves_by_path(model.shapes))
     return [*dict.fromkeys(".".join(path) for _, path in paths)]
 
@@ -234,7 +231,7 @@ def _trains_bias(adapter: Adapter, path: str, model: LanguageModel) -> bool:
 
 
 def _parameters_of(part: str, own: Sequence[str]) -> list[str]:
-    """Paths in `own` of a part of a model, by our name or Hugging Face's: head.norm, model.norm."""
+    """Paths in `own` that belong to a part of the model, by our name or Hugging Face's: head.norm, model.norm."""
     for name in (part, _our_name(part)):
         if found := [path for path in own if f"{path.removesuffix('_bias')}.".startswith(f"{name}.")]:
             return found

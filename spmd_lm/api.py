@@ -82,10 +82,10 @@ def search_layouts(
     hardware: str | Path | None = None,
 ) -> Report:
     """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
-    then compiles the fastest, down the list, until `top` of them fit; the first of these is the best one.
+    then compiles them, fastest first, until `top` of them fit; the first that fits is the best one.
 
-    out: a file for the run under the fastest layout, new or of an earlier search.
-    hardware: a file of `spmd-lm bench --calibrate`, preferred to published speeds.
+    out: a file for the configuration with the best layout; new, or from an earlier search.
+    hardware: a file written by `spmd-lm bench --calibrate`, preferred to published speeds.
 
     Raises ConfigError if none fits or the hardware's speed is unknown, and OutputError for another existing file."""
     if not topologies or top < 0:
@@ -116,9 +116,9 @@ def preflight(
     """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against capacity,
     collectives with their seconds, FLOPs, and ranges of a step's time and of the run's days and cost.
 
-    price: of a device and hour.
-    tokens: that the run trains on; None for those of train.steps.
-    picture: a file for one step by stage.
+    price: per device and hour.
+    tokens: number that the run trains on; None for those of train.steps.
+    picture: a file for a drawing of one step, by stage.
     hardware: as for `search_layouts`.
 
     Results are cached in the user's cache directory, unless run.compilation_cache=none.  Raises ConfigError for
@@ -158,8 +158,8 @@ def _preflight(
 
 
 def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None = None) -> Report:
-    """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the present devices, and
-    compares its collectives with theory; report["ok"] if they agree.
+    """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not (None: for the present devices), and
+    compares its collectives with the expected ones; report["ok"] if they agree.
     hlo: a file for the text of the compiled program.
     Raises ConfigError if the step cannot be compiled, and OutputError if the file cannot be written."""
     file = None if hlo is None else Path(hlo)
@@ -202,7 +202,7 @@ def evaluate(
     fallback: use the newest undamaged checkpoint.
     tasks: zero-shot tasks, NAME or NAME=PATH, to evaluate in place of the validation data, as in ["validation",
       "lambada=lambada.jsonl"].
-    stride: tokens that windows over a text move by (docs/evaluation.md)."""
+    stride: tokens by which the window over a text moves (docs/evaluation.md)."""
     config = set_up_devices(_run_config(run))
     if tasks or stride is not None:
         from spmd_lm.evaluation.zero_shot import evaluate_tasks
@@ -228,8 +228,8 @@ def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> 
 
 
 def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[list[Prediction]]":
-    """The `top` likeliest tokens for each [MASK] in `text`, which hides one token, with their probabilities, likeliest
-    first, by the newest checkpoint of a run of masked_lm.  run: its directory, or a configuration."""
+    """The `top` likeliest tokens for each [MASK] (one token) in `text`, with their probabilities, likeliest first, by
+    the newest checkpoint of a masked_lm run.  run: its directory, or a configuration."""
     config = set_up_devices(_run_config(run))
     from spmd_lm.generation.fill_mask import fill_mask_run
 
@@ -254,9 +254,9 @@ def make_model(config: RunConfig) -> "LanguageModel":
 
 
 def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
-    """A context in jax.set_mesh that traces models with their dimensions sharded over these mesh axes, as in
-    axis_rules(batch="data", heads="model", mlp="model", vocab="model").  zero: axes of batch, over which the width of
-    matrices is sharded between their uses (docs/own-loop.md).  Raises LayoutError."""
+    """A context, within jax.set_mesh, that traces models with their dimensions sharded over these mesh axes, as in
+    axis_rules(batch="data", heads="model", mlp="model", vocab="model").  zero: the axes of batch over which ZeRO shards
+    the width of matrices between uses (docs/own-loop.md).  Raises LayoutError."""
     import jax
 
     from spmd_lm.active_rules import use_axis_rules
@@ -274,17 +274,17 @@ def param_shardings(model: "LanguageModel") -> dict[str, Any]:
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
-    """Writes an HTML page about a run, or about several laid over each other, and returns its path, by default
-    report.html in the first run's directory.  Starts no devices.  Raises ConfigError if a directory is no run or the
-    page cannot be written, and CheckpointError if a run's records are damaged; nothing is written then."""
+    """Writes an HTML page about a run, or several overlaid, and returns its path, by default report.html in the first
+    run's directory.  Starts no devices.  Raises ConfigError if a directory is no run or the page cannot be written, and
+    CheckpointError if a run's records are damaged; nothing is written then."""
     from spmd_lm.reports.runs import write_report
 
     return write_report([Path(run) for run in runs], None if out is None else Path(out))
 
 
 def read_batch(config: RunConfig, step: int = 1) -> "Batch":
-    """The rows that the run trains on in a step, from 1 on, under every layout.  Fields are numpy arrays, such as the
-    input tokens [train.batch, model.context], and the targets."""
+    """The rows that the run trains on in `step`, counted from 1, under any layout.  Fields are numpy arrays, such as
+    the input tokens [train.batch, model.context], and the targets."""
     from spmd_lm.checkpoints.saved_run import load_run_data
     from spmd_lm.data.corpus import make_loader
 
@@ -298,7 +298,7 @@ def _run_config(run: str | Path | RunConfig) -> RunConfig:
 
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:
-    """The run on these devices only: it simulates them, or none."""
+    """The run on these devices alone: simulated if they are, else none."""
     return _with_run(config, simulate_devices=target.simulated)
 
 

@@ -8,18 +8,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# pipe: stages of layers.  data: parts of the batch; replica: copies of such a group (HSDP).  model: parts of a layer.
+# pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  model: shards of a layer.
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
 """Axes that divide the rows of a batch."""
 TOKEN_AXES = BATCH_AXES
-"""Axes that divide its tokens: losses, loss weights and gradients are summed over them."""
+"""Axes that divide the tokens of a batch: losses, loss weights and gradients are summed over them."""
 ZERO_AXES = (DATA,)
-"""Axes over which ZeRO shards parameters and moments between steps; in a step every device along them uses the whole
-parameter."""
+"""Axes over which ZeRO shards parameters and moments between steps; within a step each device uses whole parameters."""
 OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
-"""The order in which a mesh counts its devices.  Neighbours are fastest: `model` is nearest, because its collectives
-are on the path of every layer."""
+"""The order in which a mesh numbers its devices.  Links between neighbours are fastest: `model` is innermost, because
+every layer waits for its collectives."""
 
 DimNames = tuple[str | None, ...]
 """The names of one array's dimensions, outermost first; None is a dimension that is never sharded."""
@@ -31,7 +30,7 @@ the whole row on every device."""
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
 ZERO_DIMS = {SHARDED_DIM: ZERO_WIDTH, "width_bytes": "zero_width_bytes", "width_blocks": "zero_width_blocks"}
-"""Sharded names of all such dimensions: quantized matrices have a width in bytes (of two entries) and one in blocks."""
+"""Sharded names of all such dimensions: quantized matrices have widths in bytes (of two entries) and in blocks."""
 
 
 def is_dim_names(x: Any) -> bool:
@@ -52,7 +51,7 @@ def axis_of(name: str) -> str:
 
 
 def mesh_axes_of(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
-    """The mesh axes that together are `axis`: that one, or on a TPU's torus several, such as data0 and data1."""
+    """The mesh axes that make up `axis`: itself, or on a TPU's torus several, such as data0 and data1."""
     return tuple(name for name in mesh_axes if axis_of(name) == axis)
 
 
@@ -62,5 +61,5 @@ def as_tuple(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def devices_along(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Number of devices along these axes together.  sizes: of all mesh axes."""
+    """Number of devices along these axes together.  sizes: those of all mesh axes."""
     return math.prod(sizes[axis] for axis in axes)

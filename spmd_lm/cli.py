@@ -43,7 +43,7 @@ class Verb(NamedTuple):
     run: Callable[[Arguments], int]  # returns the exit code
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
-    takes_config: bool = True  # overrides, and --devices; otherwise the one positional may be repeated
+    takes_config: bool = True  # and overrides, and --devices; otherwise the last positional may be repeated
     uses_devices: bool = True
 
     @property
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end_with_parent()
     hide_xla_warnings()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack letters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with interruptible():
@@ -153,14 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_if_peer_is_gone(error: Exception) -> None:
-    """Reports errors caused by a lost process of the job, as a save's may be, as just that."""
+    """Reports an error that a lost process of the job caused, such as a failed save, as that loss, and exits."""
     if in_a_job() and is_peer_failure(error):
         print_line(f"error: {PEER_IS_GONE}", sys.stderr)
         leave_job(int(Exit.PEER_LOST))
 
 
 def end_process(code: int, is_program: bool) -> int:
-    """The exit code of a failed command.  The program ends here: Python would wait for threads of libraries."""
+    """Ends the program with this exit code, not waiting for libraries' threads; in another program, returns it."""
     leave_job(code)
     if is_program:
         flush_streams()
@@ -169,14 +169,14 @@ def end_process(code: int, is_program: bool) -> int:
 
 
 def set_up_process() -> None:
-    """Sets up the program; functions called by another one must not."""
+    """Sets up streams and libraries of our own program; another program that calls `main` keeps its own."""
     open_closed_streams()
     sys.stderr = unfailing(sys.stderr)  # libraries print to it too
     quiet_libraries()
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError with a suggestion, in place of printing the usage and exiting."""
+    """Raises ConfigError with a suggestion instead of printing the usage and exiting."""
 
     arguments: Sequence[str] = ()  # being parsed
 

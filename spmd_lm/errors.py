@@ -26,7 +26,7 @@ class UserError(ValueError):
     code = Exit.CONFIG
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without __init__, whose parameters are not `args`."""
+        """Unpickles without __init__, whose parameters differ from `args`."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
@@ -47,7 +47,7 @@ class LayoutError(ConfigError):
 
 
 class CompilerError(ConfigError):
-    """A step that a compiler refuses.  reason: the compiler's.  out_of_memory: the devices have too little."""
+    """A step that the compiler rejects.  reason: the compiler's.  out_of_memory: the devices have too little memory."""
 
     def __init__(self, problem: str, reason: str, out_of_memory: bool):
         self.reason, self.out_of_memory = reason, out_of_memory

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
-HUB_SCHEME = "hf://"  # of a model that `spmd-lm import` downloads
-MAX_VALUES = 3_000_000  # in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
+HUB_SCHEME = "hf://"  # prefix of a model that `spmd-lm import` downloads
+MAX_VALUES = 3_000_000  # most values in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -43,8 +43,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def elsewhere(path: str) -> str:
-    """The reason why this is not a local path, as s3://bucket/run; '' if it may be.  Path turns two slashes into
-    one."""
+    """The reason why this is no local path, such as s3://bucket/run; '' if it may be one.  Path merges slashes."""
     if not (scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)", path)):
         return ""
     if scheme[0].lower() == "file:":
@@ -64,7 +63,7 @@ def is_name(path: str) -> bool:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """The bytes of a regular file that has at most `most`."""
+    """The content of a regular file of at most `most` bytes."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -83,7 +82,7 @@ def parse_json(text: bytes) -> Any:
 
 def require_few_values(text: bytes) -> None:
     """Raises ValueError for JSON with more than MAX_VALUES."""
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # each takes 100 bytes or more
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # each takes 100 bytes or more once parsed
         raise ValueError(f"it has more than {MAX_VALUES:,} values")
 
 
@@ -111,7 +110,7 @@ def walk_files(directory: Path) -> Iterator[Path]:
             try:
                 is_regular = stat.S_ISREG(os.stat(path).st_mode)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ELOOP):  # those of a broken link
+                if error.errno not in (errno.ENOENT, errno.ELOOP):  # a broken link's
                     raise
                 is_regular = False
             if is_regular:
@@ -119,9 +118,8 @@ def walk_files(directory: Path) -> Iterator[Path]:
 
 
 def require_own(directory: Path, or_sticky: bool = False) -> None:
-    """Raises OSError if another user could replace the directory's contents, or the directory itself through one above
-    it.
-    or_sticky: accept a sticky directory, as /tmp, where nobody can."""
+    """Raises OSError if another user could replace the directory's contents, or the directory itself through one above.
+    or_sticky: accept a sticky directory, such as /tmp, where nobody can."""
     path, target = Path(os.path.abspath(directory)), Path(os.path.realpath(directory))
     for each in dict.fromkeys((path, target, *path.parents, *target.parents)):
         found, is_above = each.stat(), each not in (path, target)
@@ -138,7 +136,7 @@ def require_own(directory: Path, or_sticky: bool = False) -> None:
 
 
 def _is_of_user_alone(group: int) -> bool:
-    """True for the group that many systems give each user, which may write to all that the user creates."""
+    """True for the user's private group, which on many systems may write to all that the user creates."""
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
         return grp.getgrgid(group).gr_name == name and {*grp.getgrgid(group).gr_mem} <= {name}
@@ -146,7 +144,7 @@ def _is_of_user_alone(group: int) -> bool:
         return False
 
 
-def memory_bytes() -> int:  # of this host
+def memory_bytes() -> int:  # this host's RAM
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -168,7 +166,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial.replace(path)
     except OSError:
         with suppress(OSError):
-            partial.unlink()  # it takes up space, which may be short
+            partial.unlink()  # free its space, which may have run out
         raise
 
 

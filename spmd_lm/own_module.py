@@ -21,7 +21,7 @@ def load_object(text: str) -> Any:
 
 
 def _run(ref: ModuleRef) -> ModuleType:
-    """The module of this file, or of a file with the same bytes that ran before."""
+    """Runs this file unless one with the same bytes has run before; returns the module."""
     name = f"spmd_lm_own_{ref.hash}"
     if name in sys.modules:
         return sys.modules[name]

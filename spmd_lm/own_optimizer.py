@@ -17,7 +17,7 @@ from spmd_lm.config.schema import CustomOptimizer, OptimizerConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.own_module import load_object
 
-TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}  # of biases and norms, tables, stacked layers
+TRIAL_SHAPES = {"vector": (7,), "table": (3, 5), "matrices": (2, 4, 6)}  # like biases and norms, tables, stacked layers
 TRIAL_STEPS = 3
 
 
@@ -89,7 +89,7 @@ def _problems(rule: optax.GradientTransformation) -> Iterator[str]:
             made.append(updates)
         return made
 
-    for size in (1e-3, 1.0, 1e3):  # on both sides of a threshold
+    for size in (1e-3, 1.0, 1e3):  # on both sides of any threshold, as for clipping
         grads = {name: size * g for name, g in random.items()}
         once = updates_of(grads)
         for name, g in grads.items():

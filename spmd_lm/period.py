@@ -49,13 +49,13 @@ class Period:
         return {key: _map(lambda x: x[:-1], tree) if key in cut else tree for key, tree in stack.items()}
 
     def last(self, stack: Any) -> Any:
-        """The layers of `cut_short`."""
+        """The stack's entries for the layers of `cut_short`."""
         cut = self.cut_short.keys
         return stack and {key: _map(lambda x: x[-1], tree) for key, tree in stack.items() if key in cut}
 
     def in_order(self, blocks: tuple[BlockFn, ...]) -> BlockFn:
-        """block(*trees, x, microbatch, index) -> (x, losses) of a period, from those of its layers.  index: of the
-        period in the stack."""
+        """block(*trees, x, microbatch, index) -> (x, losses) for a period, from its layers' blocks.  index: the
+        period's in the stack."""
         if not self.keys:
             return blocks[0]
 

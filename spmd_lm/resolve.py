@@ -1,6 +1,6 @@
 """Resolves a configuration, including its `auto` settings, into a layout, a plan and a model.
 
-Modules below this one take at most sections of a configuration, never all of it; above it a step takes the results."""
+models/, ops/ and parallel/ take sections of a configuration at most, never all of it; a step takes the results."""
 
 import dataclasses
 import functools
@@ -79,7 +79,7 @@ def abstract_plan(
     """The plan of `config` on devices that need not exist; its mesh is abstract.  Switches float64 on, for the whole
     process, if the config asks for it.  Raises LayoutError if there is no plan.
 
-    kind: jax's name of the devices, on which some defaults depend.
+    kind: jax's device_kind, on which some defaults depend.
     modules: as for `make_model`."""
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
@@ -114,7 +114,7 @@ def abstract_plan(
     )
 
 
-@functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
+@functools.lru_cache(maxsize=64)  # a search asks for each plan again, for many microbatch counts and schedules
 def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, frozen: str | None, **fields: Any) -> Plan:
     """frozen: the dtype of frozen parameters; None for the model's.
     fields: of Plan.
@@ -125,7 +125,7 @@ def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, frozen: 
 
 
 def require_model_within_domain(config: RunConfig, plan: Plan, domains: int) -> None:
-    """Raises LayoutError if `model` spans several domains, and parallel.model_across_hosts does not allow it."""
+    """Raises LayoutError if `model` spans several hosts or TPU slices without parallel.model_across_hosts."""
     if domains > 1 and not config.parallel.model_across_hosts:
         raise LayoutError(_cost_across_hosts(config, plan, domains))
 

@@ -2,9 +2,9 @@
 step, the counterpart of `expected_collectives`.
 
 Compilers write one thing in many ways.  A TPU's reduce-scatter hides in a fusion called all-reduce-scatter, or in a
-ring of permutes beside a matrix product; an asynchronous collective is a pair of instructions, or a call that the
-SparseCore runs, or a chain of fusions that repeat the collective once for each step of it; replica groups are listed,
-or given as a reshaped range, or as axes of a mesh."""
+ring of permutes beside a matmul; an asynchronous collective is a pair of instructions, or a call that the SparseCore
+runs, or a chain of fusions that repeat the collective once for each step of it; replica groups are listed, or given as
+a reshaped range, or as axes of a mesh."""
 
 import dataclasses
 import functools
@@ -62,8 +62,8 @@ class CollectiveInstruction:
 
     @property
     def yields_zeros(self) -> bool:
-        """True for a permute without pairs, whose result is zero on every device: XLA makes one of the gather and the
-        slice of one array (openxla/xla#45218)."""
+        """True for a permute without pairs, whose result is zero on every device: XLA makes one of a gather and a slice
+        of the same array (openxla/xla#45218)."""
         return self.kind == COLLECTIVE_PERMUTE and not self.groups
 
     def spanned_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class CollectiveInstruction:
         return axes if complete or self.kind == COLLECTIVE_PERMUTE else ("?",)
 
     def way(self, sizes: Mapping[str, int]) -> int:
-        """Direction of a permute, 1 or -1: in which most pairs are closer on the ring of devices along its axes."""
+        """Direction of a permute, 1 or -1: the shorter one for most pairs on the ring of devices along its axes."""
         axes = [list(sizes).index(axis) for axis in self.spanned_axes(sizes)]
         devices = [size for n, size in enumerate(sizes.values()) if n in axes]
         coordinates = np.array(np.unravel_index(np.array(self.groups), tuple(sizes.values())))[axes]
@@ -116,7 +116,7 @@ class CompiledCollective:
 def compiled_collectives(found: list[CollectiveInstruction], sizes: dict[str, int]) -> list[CompiledCollective]:
     """Instructions that send anything, summed where kind, axes, part, dtype and lowering agree; the largest first.
 
-    sizes: of the mesh axes, outermost first."""
+    sizes: those of the mesh axes, outermost first."""
     groups: dict[tuple[str, tuple[str, ...], str, str, str | None], list[CollectiveInstruction]] = defaultdict(list)
     for i in found:
         if i.wire_bytes and i.count:

@@ -1,6 +1,6 @@
 """FLOPs of the matmuls that a compiled step runs, with every iteration of its loops.
 
-jax's own count, `compiled.cost_analysis()`, has the body of a loop once, which of a scan over layers is one layer."""
+jax's own `compiled.cost_analysis()` counts the body of a loop once: of a scan over layers, one layer."""
 
 from spmd_lm.analysis.control_flow import Shares, kernels
 from spmd_lm.analysis.hlo import HloModule

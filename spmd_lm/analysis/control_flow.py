@@ -35,14 +35,13 @@ def path_to_entry(shares: Shares) -> CallPath:
 def calls(module: HloModule, i: Instruction, path: CallPath, shares: Shares) -> Iterator[tuple[str, CallPath]]:
     """The computations that an instruction on `path` runs, other than the function of a reduction.
 
-    A loop's body counts once per iteration, and each branch of a conditional without a share as if it were always
-    taken."""
+    A loop's body counts once per iteration, and each branch of a conditional without a share as always taken."""
     if callee := i.callee:
         scatters = callee.startswith("all-reduce-scatter")
         yield callee, path._replace(fused_kind=REDUCE_SCATTER if scatters else path.fused_kind)
     elif i.opcode == "while" and (times := module.trip_count(i)) is not None:
         body = i.attribute("body")
-        ring = re.search(r"windowed_dot_general_body_(rs|ag)", body)  # of permutes, beside a matrix product
+        ring = re.search(r"windowed_dot_general_body_(rs|ag)", body)  # a ring of permutes, beside a matmul
         kind = {"rs": REDUCE_SCATTER, "ag": ALL_GATHER}[ring[1]] if ring else path.fused_kind
         yield body, path._replace(counts=path.counts * times, fused_kind=kind)
     elif i.opcode in ("conditional", "while"):  # this loop has at most one iteration
@@ -57,7 +56,7 @@ def calls(module: HloModule, i: Instruction, path: CallPath, shares: Shares) -> 
 
 
 def kernels(module: HloModule, shares: Shares) -> Iterator[tuple[str, Instruction, np.ndarray]]:
-    """Instructions of a step but calls, loops and conditionals, whose callees are walked: (computation,
+    """Instructions of a step except calls, loops and conditionals, whose callees are walked: (computation,
     instruction, its runs in a step, float [stages]).  A branch without a share counts as if it were always taken."""
 
     def walk(computation: str, path: CallPath) -> Iterator[tuple[str, Instruction, np.ndarray]]:

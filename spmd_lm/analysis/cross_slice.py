@@ -1,6 +1,6 @@
 """All-reduces between TPU slices, which the devices' hosts run.
 
-Compiled, each is a send and a receive, a collective by their attributes alone."""
+Compiled, each is a send and a receive; only their attributes tell that they are a collective."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ def read_collectives_across_slices(module: HloModule, groups: Groups) -> list[st
     """Replaces the receive of each all-reduce between slices by an all-reduce-start of its send's operand, in a
     `module` that nothing has read yet.  Returns XLA's names of other transfers between slices.
 
-    groups: devices at the same place of each slice."""
+    groups: devices at the same place in each slice."""
     listed, others = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups), []
     for name, body in module.computations.items():
         others += [kind for i in body if i.opcode == "send" and (kind := _kind(i)) not in ("", "ALL_REDUCE")]
@@ -25,7 +25,7 @@ def read_collectives_across_slices(module: HloModule, groups: Groups) -> list[st
 
 
 def _read(body: list[Instruction], groups: str) -> Iterator[Instruction]:
-    """Places a start where the later end stood: there its operand exists."""
+    """Places a start where the later of send and receive was: its operand exists there."""
     ends = [i for i in body if i.opcode in ("send", "recv") and _kind(i) == "ALL_REDUCE"]
     of_transfer: dict[str, dict[str, Instruction]] = {}
     for i in ends:

@@ -153,7 +153,7 @@ class _Walk:
         return self._steps_of[key]
 
     def _seconds(self, computation: str, i: Instruction, *, beside: bool) -> float:
-        """Seconds of compute.  beside: it has a collective, whose memory traffic counts none, only its matmul."""
+        """Seconds of compute.  beside: it has a collective, whose memory traffic does not count, only its matmul."""
         apart = i.opcode in ("while", "conditional", "call") or i.opcode.endswith(("-start", "-update", "-done"))
         if apart and i.opcode != "fusion-start":  # a GPU's copy beside other kernels shares the memory
             return 0.0

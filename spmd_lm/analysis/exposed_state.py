@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
 
 
 class State:
-    """Times are seconds since the step began.
+    """State of the walk.  Times are seconds since the step began.
 
     compute: seconds of compute until now.
     rows: [bytes, wire seconds, exposed seconds, exposed bytes] of all collectives of one kind and axes."""
@@ -35,7 +35,7 @@ class State:
         self.clock = self.compute = 0.0
         self.rows: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
         self._free: dict[Wire, float] = {}  # the time from which each wire is free
-        self._flights: dict[str, list[tuple[Transfer, float]]] = {}  # with their arrivals, by their start
+        self._flights: dict[str, list[tuple[Transfer, float]]] = {}  # with their arrivals, by the name of their start
         self._left: dict[str, float] = {}  # seconds on the wire, by chain
 
     def copy(self) -> "State":
@@ -70,7 +70,7 @@ class State:
         self._flights[name] = [(transfer, self._send(transfer, self.clock)) for transfer in transfers]
 
     def finish(self, names: Iterable[str]) -> None:
-        """Waits for what one of these instructions started: in a loop's first iteration another one than later."""
+        """Waits for what one of these instructions started: in a loop's first iteration another than later."""
         name = next((name for name in names if name in self._flights), None)
         for transfer, end in self._flights.pop(name, []) if name else []:
             wait = max(0.0, end - self.clock)
@@ -92,13 +92,13 @@ class State:
                 self._flights[name] = [(transfer, end + later) for transfer, end in flights]
 
     def _send(self, transfer: Transfer, now: float) -> float:
-        """Puts it on its wires as soon as they are free; returns the time of its arrival."""
+        """Puts a transfer on its wires as soon as they are free; returns the time of its arrival."""
         end = max(now, *(self._free.get(wire, 0.0) for wire in transfer.wires)) + transfer.seconds
         self._free.update(dict.fromkeys(transfer.wires, end))
         return end
 
     def _record(self, transfer: Transfer, waited: float) -> None:
-        """Adds a row's amounts.  waited: seconds; beyond its own, others held the wire."""
+        """Adds a transfer to its row.  waited: seconds; those beyond its own, others held the wire."""
         exposed = min(waited, transfer.seconds)
         amounts = np.array([transfer.bytes, transfer.seconds, exposed, transfer.bytes * exposed / transfer.seconds])
         self.rows[transfer.kind, transfer.axes] = self.rows.get((transfer.kind, transfer.axes), 0.0) + amounts

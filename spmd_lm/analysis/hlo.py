@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class HloArray(NamedTuple):
-    """An array of a shape.  dtype: HLO's name, such as bf16.  dims: sizes, outermost first."""
+    """One array of a shape.  dtype: HLO's name, such as bf16.  dims: sizes, outermost first."""
 
     dtype: str
     dims: tuple[int, ...]

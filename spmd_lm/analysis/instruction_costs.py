@@ -31,7 +31,7 @@ _WHOLE = {
 _OF_WORKSPACE = ("s8", "u8")
 _MOVES = {"dynamic-update-slice", "dynamic-slice", "copy", "copy-start", "transpose"}
 _ARRANGES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-_FEW_BYTES = 64  # of indices, which any fusion may compute
+_FEW_BYTES = 64  # at most, for indices, which any fusion may compute
 _MOST_POSITIONS = 1 << 22
 
 PRODUCTS, ATTENTION, OTHERS, COPIES, FILLS = "products", "attention", "other kernels", "copies", "fills"
@@ -113,8 +113,7 @@ class InstructionCosts:
         return [each for i in body for each in (self.within(i.callee) if i.callee else [i])]
 
     def attention_flops(self, computation: str, i: Instruction) -> float:
-        """FLOPs of a call of cuDNN's attention, which is not HLO: half if causal; backward runs five matmuls for
-        forward's two."""
+        """FLOPs of a call of cuDNN's attention, which is not HLO: half if causal; backward has 5 matmuls, forward 2."""
         (call,) = self.within(i.callee) if i.callee else [i]
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^]]*)\]', call.attributes)
         assert scores, call.attributes
@@ -230,7 +229,7 @@ def _window(text: str, dim: int) -> tuple[int, int, int, int]:
 def _positions(data: int, kernel: int, result: int, *window: int) -> float:
     """Positions of a kernel inside of the data along one dimension, the mean over positions of the result.
 
-    A batch dimension may be a window: then there is just one."""
+    A batch dimension written as a window has just one."""
     if kernel * result > _MOST_POSITIONS:
         return kernel
     step, padding, data_dilation, kernel_dilation = window

@@ -14,11 +14,11 @@ from spmd_lm.analysis.control_flow import Shares, kernels
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.instruction_costs import ATTENTION, COLLECTIVE_KERNELS, OTHERS, InstructionCosts, Traffic
 
-LEAST_LISTED = 1e-3  # of all bytes: kernels that are listed
+LEAST_LISTED = 1e-3  # share of all bytes of a kernel that is listed
 
 
 class KernelSpeeds(NamedTuple):
-    """Rates per second, and seconds of each kernel besides (overhead).
+    """Rates per second, and overhead: seconds of each kernel besides.
 
     flops: FLOPs of matmuls.  attention: FLOPs of fused attention.  memory_bandwidth: bytes.  fused: bytes of kernels
     that are neither matmuls nor attention nor copies."""

@@ -25,9 +25,9 @@ NUM_PARAMETERS = 5  # E, A, B, alpha and beta
 MIN_POINTS = NUM_PARAMETERS + 1  # the noise is estimated too
 HUBER_DELTA = 1e-3  # the paper's
 OUTLIER = 6.0  # standard deviations; of 30 points of normal noise one is this far off in 1 of 100 sweeps
-EXPONENTS = np.linspace(0.05, 1.2, 8)  # of the starts
+EXPONENTS = np.linspace(0.05, 1.2, 8)  # exponents of the starts
 MIN_LOG_E = -12.0  # E = 6e-6 nats is nothing, and lower ones change nothing
-MAX_ITERATIONS, MAX_STEP = 100, 2.0  # of a fit; of a parameter in one iteration
+MAX_ITERATIONS, MAX_STEP = 100, 2.0  # iterations of a fit; change of a parameter in one of them
 QUANTILES = 0.025, 0.975
 
 
@@ -51,7 +51,7 @@ class ScalingLaw:
     a: Estimate  # the best N grows as compute^a: beta / (alpha + beta)
     b: Estimate  # the best D grows as compute^b: alpha / (alpha + beta)
     residual: float  # standard deviation of log loss around the fit: the relative error of a run
-    points: int  # fitted
+    points: int  # number of them fitted
     outliers: tuple[int, ...]  # indices of points that were left out, as too far from all others
     replicates_RP: np.ndarray = dataclasses.field(repr=False)  # (e, a, b, alpha, beta) of the simulated fits
 
@@ -72,8 +72,8 @@ def fit(
 ) -> ScalingLaw:
     """The law of runs of N = `parameters` on D = `tokens` that ended with `losses`, arrays of one shape [N].
 
-    replicates: simulated sweeps that the bands are percentiles of; their seed is `seed`.  Raises FitError if the points
-    do not determine a law."""
+    replicates: number of simulated sweeps, drawn with `seed`, whose percentiles are the bands.  Raises FitError if the
+    points do not determine a law."""
     n, d, loss = (np.asarray(each, float).ravel() for each in (parameters, tokens, losses))
     _check(n, d, loss)
     log_n, log_d, log_loss = np.log(n), np.log(d), np.log(loss)
@@ -132,7 +132,7 @@ def _inliers(log_n: np.ndarray, log_d: np.ndarray, log_loss: np.ndarray) -> np.n
     fits_RP, costs_R = _minimize(_starts(log_n, log_d, np.exp(log_loss)), log_n, log_d, log_loss[None], HUBER_DELTA)
     errors = np.abs(_log_loss(fits_RP[[costs_R.argmin()]], log_n, log_d)[0][0] - log_loss)
     # Such a fit passes through as many points as it has parameters; these have no noise.
-    noise = np.median(np.sort(errors)[NUM_PARAMETERS:]) / 0.6745  # of a normal distribution
+    noise = np.median(np.sort(errors)[NUM_PARAMETERS:]) / 0.6745  # to a standard deviation, for a normal distribution
     return errors <= max(OUTLIER * noise, 1e-9)  # not below rounding, for losses without noise
 
 
@@ -153,7 +153,7 @@ def _log_loss(theta_RP: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> tup
     e, a, b, alpha, beta = theta_RP.T[:, :, None]
     terms = np.stack(np.broadcast_arrays(e, a - alpha * log_n, b - beta * log_d), axis=-1)
     largest = terms.max(axis=-1, keepdims=True)
-    shares = np.exp(terms - largest)  # of the three terms in L
+    shares = np.exp(terms - largest)  # shares of the three terms in L
     total = shares.sum(axis=-1, keepdims=True)
     shares /= total
     slopes = -shares[..., 1] * log_n, -shares[..., 2] * log_d

@@ -1,7 +1,6 @@
 """Hardware by name, present or not: `cpu:8`, `v5p:4x4x4`, `2*v5e:16x16`, `h100:2x8`.
 
-The devices of absent hardware can be compiled for, not run on: the wheels of the extra `aot` bring the real
-compilers."""
+The devices of absent hardware can be compiled for, not run on: the extra `aot` brings the real compilers."""
 
 import contextlib
 import dataclasses
@@ -22,7 +21,7 @@ class Tpu(NamedTuple):
     kind: jax's device_kind.
     host_bounds: chips of one host along each dimension of a slice.
     max_length: most chips along one dimension.
-    libtpu: libtpu's name, if another.
+    libtpu: libtpu's name for it, if it differs.
     chip_config: libtpu's configuration of a chip.
     devices_per_chip: jax's devices."""
 
@@ -45,7 +44,7 @@ class Gpu(NamedTuple):
     l2: int
     shared: int
     ghz: float
-    threads: int = 2048  # a core
+    threads: int = 2048  # per core
 
 
 TPUS = {
@@ -101,7 +100,7 @@ class Topology:
 
     @property
     def domain(self) -> int:
-        """Devices that share fast links: those of a TPU slice, of a host of GPUs, or all that a CPU simulates."""
+        """Number of devices that share fast links: a TPU slice's, a GPU host's, or all that a CPU simulates."""
         return self.shape[1] if self.platform == "gpu" else self.size // self.slices
 
     @property
@@ -121,7 +120,7 @@ class Topology:
 
     @property
     def lacks_compiler(self) -> str | None:
-        """What is missing to compile for it, and how to mend that; None if nothing is."""
+        """Text on a missing compiler for it, and how to install that; None if nothing is missing."""
         compiler = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}.get(self.platform)
         if compiler is None or is_installed(compiler):
             return None

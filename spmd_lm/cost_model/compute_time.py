@@ -1,4 +1,4 @@
-"""Seconds of what one device computes for one microbatch: a layer, by its trace, and the head."""
+"""Seconds that one device computes for one microbatch: a layer, from its trace, and the head."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
 HEAD_OPERATIONS = 12  # kernels of cross-entropy, forward and backward
-LOGIT_BYTES = 24  # of ours
+LOGIT_BYTES = 24  # per logit, of our cross-entropy
 
 
 class LayerSeconds(NamedTuple):
-    """backward: with what it computes again."""
+    """backward: includes recomputation."""
 
     forward: float
     backward: float
@@ -25,7 +25,7 @@ class LayerSeconds(NamedTuple):
 def layer_seconds(config: RunConfig, plan: Plan, kernels: Kernels, *, weight_copies: int = 0) -> LayerSeconds:
     """Mean seconds of the run's layers.
 
-    weight_copies: of a layer's weights, each time that it runs: out of their stack, and packed for products."""
+    weight_copies: copies of a layer's weights each time that it runs: out of their stack, and packed for matmuls."""
     weights = plan.elements_per_device("blocks", gathered=True) / (config.model.unique_layers / plan.layout.pipe)
     copies = kernels.traffic(2 * weight_copies * weights * kernels.size)
     rows = tokens_per_device(config, plan.layout) / config.model.context
@@ -51,7 +51,7 @@ def _seconds(traced: Pass, kernels: Kernels, rows: float, unmasked: float) -> fl
 def head_seconds(config: RunConfig, plan: Plan, kernels: Kernels, *, logit_bytes: float = LOGIT_BYTES) -> float:
     """Logits and cross-entropy of one microbatch, forward and backward; 0 for an objective without a vocabulary.
 
-    logit_bytes: that cross-entropy reads and writes for each logit, forward and backward."""
+    logit_bytes: bytes that cross-entropy reads and writes for each logit, forward and backward."""
     if not config.objective.predicts_tokens:
         return 0.0
     tokens, vocab = tokens_per_device(config, plan.layout), padded_vocab(config.model.vocab, plan.layout.model)

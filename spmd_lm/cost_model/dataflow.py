@@ -36,7 +36,7 @@ KIND_OF_PRIMITIVE = {
 }
 """Kinds of collectives by jax's primitives."""
 save_p = Primitive("save")
-"""What forward saves for backward, as it is."""
+"""An identity, on what forward saves for backward."""
 save_p.multiple_results = True
 save_p.def_abstract_eval(lambda *arrays: arrays)
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
@@ -50,7 +50,7 @@ class Value:
 
     roots: the arguments of the jaxpr, by the names that its caller gave them, that it depends on.
     backward: whether it depends on what is saved, or on what backward begins with.
-    level: the number of kernels on the longest way to it.
+    level: the number of kernels on the longest path to it.
     base: the value that memory holds in its place: itself, unless it is a view."""
 
     shape: tuple[int, ...]
@@ -85,8 +85,7 @@ class Operation:
 
 
 class Kernel(NamedTuple):
-    """A primitive of KERNELS, or operations on elements that are fused into one: what is read from memory and what is
-    written to it."""
+    """A primitive of KERNELS, or elementwise operations fused into one, with what it reads and writes in memory."""
 
     operations: list[Operation]
     read: list[Value]
@@ -94,14 +93,14 @@ class Kernel(NamedTuple):
 
 
 class Dataflow:
-    """operations: of the jaxpr, in its order.
+    """operations: the jaxpr's, in its order.
     outputs: its results.
-    saved: what backward reads of what forward saves, by the value in backward.
+    saved: values that forward saves, by the values that stand for them in backward.
     named: values that checkpoint_name has named.
-    arguments: of the jaxpr, or a device's shards of them."""
+    arguments: the jaxpr's, or a device's shards of them."""
 
     def __init__(self, closed: Any, roots: list[str], *, gradient: str):
-        """roots: the name of each argument.  gradient: of the one that backward begins with."""
+        """roots: the name of each argument.  gradient: the one of these that backward begins with."""
         self.operations: list[Operation] = []
         self.saved: dict[Value, Value] = {}
         self.named = defaultdict[str, list[Value]](list)
@@ -124,7 +123,7 @@ class Dataflow:
         self.saved = {value: source for value, source in self.saved.items() if value in alive}
 
     def recomputed(self, kept: Iterable[Value]) -> "Dataflow":
-        """The same, where forward saves its arguments and what is `kept`, and backward computes the rest again."""
+        """The same, where forward saves its arguments and what is `kept`, and backward recomputes the rest."""
         flow, kept = copy.copy(self), set(kept)
         flow.saved = {}
         forward = [operation for operation in self.operations if not operation.backward]
@@ -208,8 +207,8 @@ class Dataflow:
         return value
 
     def kernels(self, operations: list[Operation]) -> list[Kernel]:
-        """In the order in which they can run.  Operations on elements are fused where one reads another and no kernel
-        is on a way between them, or on none that others wait for."""
+        """The kernels of `operations`, in an order in which they can run.  Elementwise operations are fused where one
+        reads another and both have one level: see `_levels`."""
         group_of = dict(zip(operations, ([operation] for operation in operations), strict=True))
         level = self._levels(operations)
         made_by = {value: operation for operation in operations for value in operation.outputs}
@@ -239,7 +238,7 @@ class Dataflow:
         return kernels
 
     def _levels(self, operations: list[Operation]) -> dict[Operation, int]:
-        """Kernels on the longest way to each; where all that reads it is on elements and comes later, as many."""
+        """Kernels on the longest path to each; or its readers' level, if all are elementwise and share one."""
         readers = defaultdict[Value, list[Operation]](list)
         for operation in self.operations:
             for value in operation.inputs:
@@ -262,11 +261,11 @@ def _value(aval: Any, *rest: Any) -> Value:
 
 
 def _hashable(params: dict[str, Any]) -> Any:
-    """What is equal for equal parameters of a primitive."""
+    """A key that is equal for equal parameters of a primitive."""
     key = tuple(sorted(params.items(), key=lambda item: item[0]))
     try:
         return key, hash(key)
-    except TypeError:  # as of a kernel of one's own
+    except TypeError:  # as those of a user's own kernel
         return id(params)
 
 
@@ -278,10 +277,10 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def costliest(branches: Iterable[Any]) -> Any:
-    """The branch of a conditional that multiplies most; the last one of equal ones, as those of platforms are."""
+    """The branch of a conditional that multiplies most; the last of equal ones, as platforms' branches are."""
 
     def results(branch: Any) -> int:
-        """Entries of the results of its products."""
+        """Entries of its matmuls' results."""
         each = [pair for equation in branch.jaxpr.eqns for pair in equations(equation)]
         return sum(times * e.outvars[0].aval.size for e, times in each if e.primitive.name in PRODUCTS)
 
@@ -289,7 +288,7 @@ def costliest(branches: Iterable[Any]) -> Any:
 
 
 def equations(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The equation and all that are nested in it, and how often each runs."""
+    """(equation, times that it runs), for this one and all that are nested in it."""
     yield equation, 1
     times = equation.params["length"] if equation.primitive is lax.scan_p else 1
     branches = equation.params.get("branches")

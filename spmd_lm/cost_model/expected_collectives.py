@@ -38,7 +38,7 @@ class ExpectedCollective:
 
     count: collectives in a step, one per array.
     bytes: bytes on the wire, per device and step.
-    repeated: those that backward sends again outside of a loop over layers; a CPU's compiler may merge them."""
+    repeated: bytes that backward sends again outside of a loop over layers; a CPU's compiler may merge them."""
 
     kind: str
     axes: Axes
@@ -63,10 +63,10 @@ class _Runs(NamedTuple):
 
     forward_passes: layers run forward alone, saving at most the chunk's input.
     layer_passes: layers run forward with backward right after.
-    embedding, embedding_grad, head: microbatches.
+    embedding, embedding_grad, head: microbatches that run it.
     stage_sends: sends to neighbours, one per tick and direction.
     received: sends that carry an activation or a gradient.
-    chunk_gathers, chunk_scatters: chunks that a breadth-first schedule starts on, and whose gradients it completes."""
+    chunk_gathers, chunk_scatters: chunks that a breadth-first schedule starts, and whose gradients it completes."""
 
     forward_passes: float
     layer_passes: float
@@ -191,8 +191,7 @@ class _Step:
         }
 
     def shares(self, axes: Axes) -> Iterator[tuple[str, float]]:
-        """Mesh axes over which an array is scattered one after the other, and the share that each scatters; or gathers,
-        which begins with the last."""
+        """(mesh axis, share of the array), one after the other, of a scatter; a gather takes them in reverse."""
         share = 1.0
         for axis in axes:
             yield axis, share
@@ -242,7 +241,7 @@ def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
     config, runs, remat = step.config, step.runs, step.config.remat_policy
     repeated = remat.repeated_reductions(scan=step.plan.scan)
     again = {"attention": min(1, repeated), "mlp": max(0, repeated - 1)}
-    outputs = 0.0  # of a stage's last layer, for the head alone, which has used them long before backward
+    outputs = 0.0  # a stage's last layer's, read by the head alone, long before backward
     if runs.stage_sends and config.parallel.schedule == "breadth_first" and not step.plan.scan:
         outputs = runs.layer_passes / config.layers_per_chunk
     dropped = {  # reductions and gathers of such an output
@@ -345,7 +344,7 @@ class _Transfers(NamedTuple):
     layers: layers sent.
     per_stack: collectives for each array of the layers.
     repeated: layers that backward sends again outside of a loop.
-    rest: sends of the embedding's and the head's arrays, by use; None is once.
+    rest: sends of the embedding's and the head's arrays, by use; None: once.
     unused: layers whose matrix is not sent, by its path."""
 
     formula: str
@@ -435,8 +434,8 @@ def _gradient_scatters(step: _Step) -> _Transfers:
 
 
 def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
-    """All-reduces of gradients, once per step: all without ZeRO; with it vectors, and shards over replicas; over
-    `model` where each device has only its slice of a sequence."""
+    """All-reduces of gradients, once per step: of all without ZeRO; with it of vectors, and of shards over replicas;
+    over `model` where each device has only its slice of a sequence."""
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     for axes, sizes in sorted(plan.summed_gradients.items()):

@@ -51,7 +51,7 @@ def _layers(config: RunConfig, plan: Plan | None) -> tuple[float, float]:
 
 
 def _head(config: RunConfig) -> tuple[float, float]:
-    """FLOPs of the head, forward over one sequence: the vocabulary's table, and other matrices."""
+    """FLOPs of the head's forward over one sequence: (those of the vocabulary's table, those of other matrices)."""
     m, objective, width = config.model, config.objective, config.model.width
     per_token = per_row = 0  # entries of matrices that are applied to each token, or once per row
     match objective:
@@ -68,7 +68,7 @@ def _head(config: RunConfig) -> tuple[float, float]:
 
 
 class Peak(NamedTuple):
-    """FLOP/s of one device, and their source."""
+    """Peak FLOP/s, and their source."""
 
     flops: float
     source: str

@@ -12,7 +12,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.files import read_bytes
 
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
-MAX_TABLE_BYTES = 2**20  # a file of measured rows has a thousand
+MAX_TABLE_BYTES = 2**20  # a file of measured rows has about a thousand
 
 
 class Latency(NamedTuple):
@@ -28,7 +28,7 @@ class Links(NamedTuple):
 
     link: to one neighbour.
     closes_at: length of the shortest ring that is closed on a torus, where a device sends to both neighbours at a time;
-    0 behind one switch.
+    0 for devices behind one switch.
     network: to other hosts, or TPU slices; None if unknown."""
 
     link: float
@@ -39,8 +39,8 @@ class Links(NamedTuple):
     def bandwidth(self, kind: str, devices: int, domains: int, adapters: float | None = None) -> float:
         """Bytes per second of a collective over `devices` in `domains`: hosts of GPUs, or slices of TPUs.
 
-        A group that spans domains crosses their network with all of its devices in each, side by side, or with
-        `adapters`.  A permute sends one way, and to another domain from one device alone, on which all others wait."""
+        A group that spans domains uses the network from all of its devices in a domain at once, or from `adapters` of
+        them.  A permute sends one way, and to another domain from one device alone, for which all others wait."""
         if domains > 1:
             assert self.network is not None
             side_by_side = 1 if kind == COLLECTIVE_PERMUTE else adapters or devices / domains
@@ -54,8 +54,8 @@ class Links(NamedTuple):
     def delay(self, kind: str, devices: int, domains: int) -> float:
         """Seconds of a collective's latency.
 
-        A ring gathers or scatters in a hop to each other device, one a domain over the network, and sums in twice as
-        many, or in a tree's, if fewer."""
+        A ring gathers or scatters in one hop per other device, one per domain over the network; an all-reduce takes
+        twice as long as that, or as a tree, if that is shorter."""
         start, link, network = self.latency
         if kind == COLLECTIVE_PERMUTE:
             return start + (network if domains > 1 else link)
@@ -78,9 +78,9 @@ class Memory(NamedTuple):
 class Products(NamedTuple):
     """Shares of the peak that matmuls reach.
 
-    limit: share of the largest.
+    limit: share that the largest matmuls reach.
     half_inner: inner dimension at which half of `limit` is reached, as each tile of a result begins and ends idle.
-    attention: share of fused attention.
+    attention: share that fused attention reaches.
     tile: rows and columns of a result that one core computes at a time.
     cores: cores of a device; some idle in the last round."""
 
@@ -98,8 +98,8 @@ class Products(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Measured shares in a compiled step: of the peak, matmuls and fused attention; of the memory's bandwidth, kernels
-    that a compiler fuses, which read and write in several orders at a time."""
+    """Measured shares in a compiled step: of the peak, by matmuls and fused attention; of memory bandwidth, by kernels
+    that a compiler fuses, which read and write in several orders at once."""
 
     products: float
     attention: float
@@ -110,10 +110,10 @@ class Compiled(NamedTuple):
 class Hardware:
     """One kind of device, compared and hashed by identity, because its dicts have no hash.  None is unknown.
 
-    peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.
+    peaks: dense FLOP/s by dtype; for float32 on a GPU those of tf32.
     source: source of the figures.
     efficiency: share of the peak that audit assumes of matmuls.
-    on_chip: that of hardware.yaml.
+    on_chip: see hardware.yaml.
     kernel_overhead: seconds of each kernel besides its work; None for the software's."""
 
     device_kind: str
@@ -134,7 +134,7 @@ class Hardware:
         return self.peaks.get("bfloat16") or self.peaks["float16"]
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matmuls in a dtype; None if unpublished.  A TPU multiplies any in bfloat16."""
+        """Dense FLOP/s of matmuls in a dtype; None if unpublished.  A TPU multiplies all but float64 in bfloat16."""
         return self.peaks.get("bfloat16" if self.device_kind.startswith("tpu") and dtype != "float64" else dtype)
 
 
@@ -197,4 +197,4 @@ def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hard
 def find_row(device_kind: str, rows: tuple[Hardware, ...]) -> Hardware | None:
     """The row whose kind is the longest prefix of `device_kind`; None if there is none."""
     matching = [row for row in rows if device_kind.lower().startswith(row.device_kind)]
-    return max(matching, key=lambda row: len(row.device_kind), default=None)  # of equal ones the first
+    return max(matching, key=lambda row: len(row.device_kind), default=None)  # the first of equally long ones

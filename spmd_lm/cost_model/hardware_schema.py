@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero
 
-LEAST, MOST = 1e-9, 1e12  # of any figure, in the table's units: beyond them seconds are 0 or NaN
+LEAST, MOST = 1e-9, 1e12  # bounds of any figure, in the table's units: beyond them seconds are 0 or NaN
 Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=LEAST, le=1)]
@@ -46,7 +46,7 @@ class LatencyRow(Section):
 
 
 class PeakRow(Section):
-    """Hardware with a known peak alone."""
+    """Hardware of which only the peak is known."""
 
     device_kind: Annotated[str, Field(pattern=r"\S")]
     peak: Annotated[dict[str, Positive], AfterValidator(with_16_bits)]

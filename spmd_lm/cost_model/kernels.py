@@ -26,18 +26,18 @@ class Product(NamedTuple):
 
     @property
     def elements(self) -> float:
-        """Read and written."""
+        """Number of elements read and written."""
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
     @property
     def of_backward(self) -> "tuple[Product, Product]":
-        """Gradients of the left operand and of the right one."""
+        """Matmuls of backward: gradients of the left operand and of the right one."""
         left = Product(self.rows, self.columns, self.inner, self.batch)
         return left, Product(self.inner, self.rows, self.columns, self.batch)
 
 
 class Kernels(NamedTuple):
-    """Kernels of a software on a device.
+    """Kernels of one software stack on one device.
 
     dtype: dtype of operands.
     software: share of the hardware's matmul rate that the software reaches.

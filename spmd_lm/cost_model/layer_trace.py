@@ -1,6 +1,6 @@
 """The cost of one layer on one device, from its trace: forward, and backward under the run's remat policy.
 
-Nothing here knows what a layer is made of: a block of one's own is traced as any other."""
+Nothing here knows what a layer is made of: a user's own block is traced like any other."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, drop_residuals, exclude, merge, subset_of
 
 ATTENTION_PRODUCTS = {"fused_attention": 2, "fused_attention_vjp": 5}
-"""Products of a fused kernel as large as all scores: backward computes the scores again."""
+"""Matmuls of a fused kernel, each as large as the scores'; backward recomputes the scores."""
 PARAMS, X, GRADIENT, INDEX, BATCH = "parameters", "x", "gradient of y", "index of the layer", "batch"
 
 
 class Sent(NamedTuple):
-    """A collective of a layer.  elements: gathered or unreduced."""
+    """A collective of a layer.  elements: size of the gathered or unreduced array."""
 
     kind: str
     axes: tuple[str, ...]
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
 
 
 class TracedProduct(NamedTuple):
-    """Products of matrices for one row of a batch.
+    """Matmuls for one row of a batch.
 
     per_row: the field of `product` that grows with the rows of a microbatch, if any does.
     times: how many there are."""
@@ -64,14 +64,14 @@ class TracedProduct(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Forward, or backward with what it computes again, of one row on one device.
+    """Forward, or backward with its recomputation, of one row on one device.
 
-    products: but for those of fused attention.
-    attention_flops: of fused attention, over the full square of scores.
-    traffic: bytes that fused operations on elements read and write.
-    fusions: how many of these there are.
-    peak: the most bytes of activations that it makes and that are there at once.
-    sent: how often it sends each collective, as the layer's code has them."""
+    products: matmuls, except those of fused attention.
+    attention_flops: FLOPs of fused attention, over the full square of scores.
+    traffic: bytes that fused elementwise operations read and write.
+    fusions: number of these.
+    peak: most bytes of activations that it makes and holds at once.
+    sent: how often it sends each collective, by the layer's code."""
 
     products: tuple[TracedProduct, ...]
     attention_flops: float
@@ -88,8 +88,8 @@ class Pass(NamedTuple):
 class LayerTrace(NamedTuple):
     """One layer, for one row of a batch on one device.
 
-    saved: bytes that forward leaves for backward.
-    saved_once: bytes of the same that do not grow with the rows."""
+    saved: bytes that forward saves for backward and that grow with the rows.
+    saved_once: saved bytes that do not."""
 
     forward: Pass
     backward: Pass
@@ -98,17 +98,17 @@ class LayerTrace(NamedTuple):
 
 
 def has_own_block(config: RunConfig) -> bool:
-    """Whether model.module names a block, and not a head alone."""
+    """True if model.module names a block, not a head alone."""
     return config.model.module is not None and modules_of_model(config.model, config.objective).own_block
 
 
 def trace_layers(
     config: RunConfig, plan: Plan | None, *, fused: bool | None = None, **options: Any
 ) -> list[tuple[RunConfig, float, LayerTrace]]:
-    """For each layer of a period: a run as if all layers were of its kind, its share of the layers, and its cost.
+    """For each layer of a period: (the run as if all layers were of its kind, its share of the layers, its cost).
 
-    fused: whether one kernel computes attention; default as the platform chooses.
-    options: of `trace_layer`."""
+    fused: whether one kernel computes attention; default: the platform's choice.
+    options: those of `trace_layer`."""
     traced = []
     for place, (of_kind, share) in enumerate(zip(config.of_each_kind, shares_of_kinds(config), strict=True)):
         one = fused
@@ -130,12 +130,12 @@ def trace_layer(
     sharded: bool = True,
     lanes: int = 1,
 ) -> LayerTrace:
-    """The cost of a layer of a model whose layers are all of one kind, remembered by what it depends on.
+    """The cost of a layer of a model whose layers are all of one kind, cached by what it depends on.
 
-    plan: what is trained, and the shards of a device; None for all, on one device.
+    plan: determines what is trained, and a device's shards; None for all, on one device.
     stack: the layers' path among the parameters of `plan`.
     fused: whether one kernel computes attention.
-    dtype: in which it is computed; default the run's.
+    dtype: the compute dtype; default the run's.
     remat: default the run's policy; of `block`, that of a layer within a remat block.
     sharded: whether the device has its shards of a layer, or all of it.
     lanes: the features of a head are padded to a multiple of it, in memory."""
@@ -163,7 +163,7 @@ def trace_layer(
 
 _TRACES: dict[Any, LayerTrace] = {}
 _FLOWS: dict[Any, "_LayerFlow"] = {}
-"""A search asks for the same ones with each of its layouts."""
+"""Caches: a search asks for the same entries with each of its layouts."""
 
 
 def _bound(remembered: dict) -> None:
@@ -172,15 +172,15 @@ def _bound(remembered: dict) -> None:
 
 
 def _policy_inside(remat: RematPolicy, *, gathers: bool) -> RematPolicy:
-    """The policy with which a layer is traced: `selective` computes attention again, `none` gathers of a sequence,
-    `full` neither: a layer that runs again as a whole is `_LayerFlow.under`."""
+    """The policy with which a layer is traced: `selective` recomputes attention, `none` gathers sequences again, `full`
+    neither; `_LayerFlow.under` recomputes whole layers."""
     if remat.recomputes_attention:
         return RematPolicy("selective")
     return RematPolicy("none" if gathers and not remat.recomputes_layer else "full")
 
 
 class _LayerFlow(NamedTuple):
-    """gradients: of parameters, which are no activations."""
+    """gradients: those of parameters, which do not count as activations."""
 
     flow: Dataflow
     gradients: frozenset[Value]
@@ -211,7 +211,7 @@ def _flow(
     kernel: str,
     remat: RematPolicy,
 ) -> _LayerFlow:
-    """plan: of the shards.  trains: whether a parameter is trained, by its path in a layer; None for all."""
+    """plan: determines the shards.  trains: whether a parameter is trained, by its path in a layer; None for all."""
     model = _model(config.model, config.objective, config.adapter, config.precision.params, kernel, remat)
     names = jax.tree.map(lambda names: names[1:], model.names["blocks"], is_leaf=is_dim_names)
 
@@ -233,7 +233,7 @@ def _flow(
 
         learned = subset_of(params, trained)
         (y, losses), vjp = jax.vjp(forward, learned, x)
-        residuals, rebuild = drop_residuals(vjp, (learned, frozen))  # as LayersLoop.vjp has it
+        residuals, rebuild = drop_residuals(vjp, (learned, frozen))  # as in LayersLoop.vjp
         backward = rebuild(save_p.bind(*residuals), (learned, frozen))
         return y, losses, *backward((d_y, jax.tree.map(jnp.ones_like, losses)))
 
@@ -264,7 +264,7 @@ def _trained(tree: Tree, trains: Callable[..., bool], *path: str) -> Tree:
 
 
 def _is_activation(value: Value) -> bool:
-    """Whether it grows with the batch."""
+    """True if it grows with the batch."""
     return bool(value.shape) and bool(value.roots - {PARAMS, INDEX})
 
 
@@ -276,8 +276,8 @@ def _bytes(value: Value, lanes: int) -> int:
 
 
 def _saved(flow: Dataflow, lanes: int) -> tuple[float, float]:
-    """Bytes of what forward makes, or begins with, and backward reads, but for parameters and what all layers share:
-    that grow with the rows, and that do not."""
+    """(bytes that grow with the rows, bytes that do not) of what forward makes, or begins with, and backward reads,
+    except for parameters and what all layers share."""
     parameters = {value for value in flow.arguments if value.roots == {PARAMS}}
     of_layer = [value for value in flow.saved.values() if value.shape and value.roots - {BATCH}]
     stored = {value.base if value.base.bytes == value.bytes else value: value for value in of_layer}
@@ -322,8 +322,8 @@ def _pass(flow: Dataflow, backward: bool, gradients: frozenset[Value], lanes: in
 
 
 def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
-    """The products of these.  Those of one array with several are one, as XLA merges them, or a library fills with one
-    what the tiles of another leave."""
+    """The matmuls of `operations`.  Those of one array with several count as one: XLA merges them, or a library fills
+    cores that one's tiles leave idle with another's."""
     products = [(operation, each) for operation in operations for each in _products(operation)]
     uses = Counter((value.base, each.product.inner) for operation, each in products for value in operation.inputs)
     merged: dict[Any, TracedProduct] = {}
@@ -344,7 +344,7 @@ def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
 
 
 PER_ROW = ("", "columns"), ("rows", "inner")
-"""What grows with the rows, by whether the left and the right operand do."""
+"""The field of Product that grows with the rows, by whether the left and the right operand do."""
 
 
 def _products(operation: Operation) -> Iterator[TracedProduct]:
@@ -361,7 +361,7 @@ def _products(operation: Operation) -> Iterator[TracedProduct]:
         (inner, _), (batch, _) = equation.params["dimension_numbers"]
         shared, contracted = (math.prod(left[dim] for dim in dims) for dims in (batch, inner))
         rows, columns = (math.prod(shape) // shared // contracted for shape in (left, right))
-        # A loop's grow in some dimension, those of attention in their batch.
+        # Matmuls in a loop grow in some dimension, those of attention in their batch.
         per_row = "batch" if equation is not operation.equation or batch else PER_ROW[grows[0]][grows[1]]
         if per_row == "columns":
             rows, columns, per_row = columns, rows, "rows"

@@ -34,13 +34,13 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
 
 
 def used_bytes(plan: Plan, dtype: str, *, gathered: bool, trained: bool = False) -> float:
-    """Bytes of the parameters in this dtype, or of the trained ones, that a device uses for a microbatch, the mean over
-    stages: one uses the embedding, one the head."""
+    """Bytes, in this dtype, of all or trained parameters that a device uses for a microbatch, the mean over stages: one
+    uses the embedding, one the head."""
     layers = plan.bytes_per_device(dtype, "blocks", gathered=gathered, trained=trained)
     rest = plan.bytes_per_device(dtype, gathered=gathered, trained=trained) - layers
     return layers + rest / plan.layout.pipe
 
 
 def saved_traffic(config: RunConfig, plan: Plan) -> float:
-    """Bytes to write and read once all that a step saves for backward."""
+    """Bytes that a step moves to write and read once what it saves for backward."""
     return 2 * saved_activations(config, plan) * config.parallel.microbatches

@@ -6,7 +6,7 @@ of its matmuls' traffic.  So chunks are as large as memory allows."""
 import math
 
 MOST_LOGIT_BYTES = 2**30
-"""Most bytes of logits at a time; with more, matmuls move 2% less."""
+"""Most bytes of logits at a time; with more, matmuls move only 2% fewer bytes."""
 SHARE_OF_PEAK = 0.1
 """Largest ratio of logits to all else that a step holds."""
 TILE = 128

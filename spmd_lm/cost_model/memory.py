@@ -26,15 +26,15 @@ MIB = 2**20
 
 
 class Compiler(NamedTuple):
-    """What XLA's compiler for a platform makes of a step's arrays.
+    """Traits of XLA's compiler for a platform that determine what a step holds.
 
-    logits: arrays as large as a chunk of logits that cross-entropy holds.
+    logits: number of arrays as large as a chunk of logits that cross-entropy holds.
     computes_in_float32: bfloat16 is computed as float32, and activations and the weights of a loop are held so.
     casts_layers: sharded weights are cast layer by layer as they are gathered, not all of them before the loop.
-    adds_in_products: gradients of unrolled layers are added to their sums as what the layers saved is freed.
+    adds_in_products: gradients of unrolled layers are added to their sums while what the layers saved is freed.
     lanes: the last dimension of an array that is split into heads is padded to a multiple of it.
-    libraries: bytes that matrix products may use meanwhile.
-    decoded: float32 arrays as large as the largest matrix in few bits, which its product holds."""
+    libraries: bytes of workspace that matmuls may use.
+    decoded: number of float32 copies of the largest quantized matrix that its matmul holds."""
 
     logits: float = 1.0
     computes_in_float32: bool = False
@@ -53,7 +53,7 @@ COMPILERS = {
 
 
 class Point(NamedTuple):
-    """Bytes per device, apart from the state, at a point of a step at which it may hold most."""
+    """Bytes per device, apart from the state, at a point of the step that may be its fullest."""
 
     name: str
     weights: float
@@ -95,12 +95,12 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
 
 
 def saved_activations(config: RunConfig, plan: Plan) -> float:
-    """Bytes that a device saves for backward, of one microbatch."""
+    """Bytes that a device saves for one microbatch's backward."""
     return _Step(config, plan).saved * config.chunks
 
 
 def tokens_per_chunk(config: RunConfig, plan: Plan) -> int | None:
-    """Tokens whose logits a GPU's step computes at a time, if cross-entropy is to take more than it does by itself."""
+    """Tokens per chunk of logits on a GPU; None for cross-entropy's default, CHUNK_BYTES."""
     if plan.platform != "gpu":
         return None
     step = _Step(config, plan)
@@ -109,7 +109,7 @@ def tokens_per_chunk(config: RunConfig, plan: Plan) -> int | None:
 
 def _tokens_per_chunk(step: "_Step", points: list[Point]) -> int | None:
     plan, hardware = step.plan, find_hardware(step.plan.device_kind)
-    few = step.tokens * step.logit_bytes <= cross_entropy.CHUNK_BYTES  # or none
+    few = step.tokens * step.logit_bytes <= cross_entropy.CHUNK_BYTES  # or no logits
     if plan.platform != "gpu" or few or hardware is None or hardware.memory is None:
         return None
     peak = sum(state(step.config, plan).values()) + max(point.total for point in points)
@@ -130,14 +130,14 @@ class _Step:
         self.several = config.parallel.microbatches > 1 or plan.layout.pipe > 1
         shards = plan.layout.model
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
-        self.logit_bytes = vocab * self.float32  # of one token
-        self.layers_of_stage = config.model.unique_layers // plan.layout.pipe  # of which a stage has weights
+        self.logit_bytes = vocab * self.float32  # per token
+        self.layers_of_stage = config.model.unique_layers // plan.layout.pipe  # those with weights of their own
         self._activations()
         self._weights()
         self._gradients()
 
     def _activations(self) -> None:
-        """What the layers of one loop save, and what forward and backward hold within one."""
+        """Bytes that the layers of one loop save, and that forward and backward hold within one layer."""
         config, plan, compiler = self.config, self.plan, self.compiler
         dtype = at_least_float32(config.precision.compute) if compiler.computes_in_float32 else ""
         kinds = trace_layers(config, plan, dtype=dtype, lanes=compiler.lanes)
@@ -146,7 +146,7 @@ class _Step:
         self.stream = stream_bytes(config, plan, dtype)
         saved = sum(share * (rows * traced.saved + traced.saved_once) for _, share, traced in kinds)
         block = config.remat_policy.layers_per_remat_block
-        # Of remat blocks their inputs, and everything inside one of them.
+        # Remat blocks save their inputs, and one of them at a time everything inside it.
         self.saved = layers / block * self.stream + block * saved if block > 1 else layers * saved
         self.trains_layers = layer_passes(config, plan)[1] > 0  # else they run forward alone, and save nothing
         self.saved *= self.trains_layers
@@ -156,7 +156,7 @@ class _Step:
         self.forward, self.backward = (rows * peak + beside for peak in (forward, backward))
 
     def _largest_decoded(self) -> int:
-        """The largest matrix of a layer that is in few bits, in float32."""
+        """Bytes of a layer's largest quantized matrix, in float32."""
         coded = [each for each in self.plan.parameters if each.coded]
         numbers = [each.gathered_elements * numbers_per_element(each.path[-1], each.dtype) for each in coded]
         return dtype_bytes("float32") * max(numbers, default=0) // self.layers_of_stage
@@ -174,12 +174,12 @@ class _Step:
         self.resident *= p.compute != p.params
         if plan.zero.gather_per == "layer":
             self.in_use = period * (layer + ahead / self.layers_of_stage)
-        else:  # a chunk's, in the layout in which it is gathered and in that which products read
+        else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read
             self.chunk *= 2
             self.resident += self.compiler.casts_layers * plan.bytes_per_device(None, "blocks")
 
     def _copies(self, *parts: str) -> float:
-        """The weights of these parts that are gathered or cast; others are the parameters themselves."""
+        """Bytes of these parts' weights that are gathered or cast; others are the parameters themselves."""
         compute = self.float32 if self.compiler.computes_in_float32 else self.itemsize
 
         def is_copied(each: Parameter) -> bool:
@@ -195,7 +195,7 @@ class _Step:
         self.layer_gradients = plan.bytes_per_device(p.compute, "blocks", gathered=True, trained=True)
         self.layer_gradients //= self.layers_of_stage
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
-        ahead = ahead * self.itemsize // self.layers_of_stage  # which are scattered a layer later
+        ahead = ahead * self.itemsize // self.layers_of_stage  # these are scattered a layer later
         self.accumulated, self.complete, self.unscattered = trained * self.float32 // self.itemsize, trained, 0
         if plan.zero.scatters_in_backward:
             shards = plan.elements_per_device(trained=True)
@@ -208,7 +208,7 @@ class _Step:
         self.head_gradient = self.table * (self.float32 // self.itemsize if wide else 1)
 
     def points(self, chunk_bytes: int) -> list[Point]:
-        """chunk_bytes: of logits that cross-entropy computes at a time."""
+        """Points of a step that may be its fullest.  chunk_bytes: logits that cross-entropy computes at a time."""
         logits = self.compiler.logits * min(self.tokens * self.logit_bytes, chunk_bytes)
         scatters = self.plan.zero.scatters_in_backward and self.plan.layout.pipe == 1
         head = max(logits, self.head_gradient if scatters else self.table)
@@ -241,15 +241,15 @@ class _Step:
         ]
 
     def _points_of_stages(self, head: float, embedding: float) -> list[Point]:
-        """With several stages, whose buffers of inputs and cotangents exist in every tick.  In a breadth-first schedule
-        embedding and head run apart from the layers, for all microbatches."""
+        """`points` with several stages, whose buffers of inputs and cotangents exist in every tick.  In a breadth-first
+        schedule embedding and head run apart from the layers, for all microbatches."""
         p, plan, chunks = self.config.parallel, self.plan, self.config.chunks
         counts = schedule_counts(p.schedule, plan.layout.pipe, p.microbatches, chunks)
         breadth_first = p.schedule == "breadth_first"
         streams = counts.input_slots + counts.output_grad_slots + 2 + breadth_first * p.microbatches
         buffers, gradients, weights = streams * self.stream, self.accumulated, self.resident
         if chunks > 1 and not (plan.zero.gathers_on_use or self.chunk):
-            weights += self.resident / chunks  # a slice of them, the chunk of the task
+            weights += self.resident / chunks  # and a slice of them: the current task's chunk
         if self.chunk:
             weights += self.chunk * (2 if plan.prefetch_chunks and not plan.zero.gathers_on_use else 1)
             gradients += self.layer_gradients * self.config.layers_per_chunk * self.float32 // self.itemsize

@@ -1,8 +1,8 @@
-"""How long a step takes, before anything is compiled.
+"""Prediction of a step's seconds, before anything is compiled.
 
 A step is, one after the other: the compute of one device, kernel by kernel (compute_time.py, kernels.py); the
-communication that nothing hides; the bubble of its pipeline, (p - 1) / (v m) of what a stage does for m microbatches in
-v chunks (arXiv:2104.04473, section 2.2); and the optimizer.  All stages wait for the last one, which has the head.
+communication that nothing hides; the bubble of its pipeline, (p - 1) / (v m) of a stage's work on m microbatches in v
+chunks (arXiv:2104.04473, section 2.2); and the optimizer.  All stages wait for the last one, which has the head.
 Batches are loaded beside the step.  A collective takes as long as its bytes on the slowest link that it crosses, and
 its hops."""
 
@@ -25,7 +25,7 @@ from spmd_lm.parallel.plan import Plan
 
 
 class CollectiveTime(NamedTuple):
-    """Of all collectives of one row of theory, in one step.  link: `link`, or `network` if they cross hosts."""
+    """Seconds of all collectives of one expected row, in one step.  link: `link`, or `network` if they cross hosts."""
 
     row: ExpectedCollective
     link: str
@@ -49,19 +49,19 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """`input` is what a step waits for its batch: nothing, because batches are loaded beside it."""
+        """Seconds by name; `input`, the wait for a batch, is 0, because batches are loaded beside the step."""
         spent = {name: getattr(self, name) for name in ("compute", "exposed", "bubble", "optimizer")}
         return spent | {"input": 0.0}
 
 
 class Software(NamedTuple):
-    """What programs make of the hardware.
+    """Efficiency of programs on the hardware.
 
-    share: of its rate of products, that theirs reach.
-    shares: where nobody has measured that, the most and the least that published runs of other programs reached.
+    share: share of its matmul rate that they reach.
+    shares: where that is not measured, the most and the least that published runs of other programs reached.
     kernel_overhead: seconds of each kernel besides its work.
-    idle_is_free: whether what idles leaves its processor to others.
-    weight_copies: as `layer_seconds` has them."""
+    idle_is_free: whether an idle device leaves its processor to others.
+    weight_copies: see `layer_seconds`."""
 
     share: float
     shares: tuple[float, float]
@@ -71,18 +71,18 @@ class Software(NamedTuple):
 
 
 OURS = Software(0.9, (0.93, 0.47))
-"""An assumption: docs/cost-model.md.  The range is that of share x measured / predicted of the rows of
+"""An assumption: docs/cost-model.md.  The range is that of share x measured / predicted over the rows of
 benchmarks/published_times.yaml."""
 SIMULATED = Software(1.0, (1.0, 1.0), idle_is_free=True, weight_copies=2)
-"""On simulated devices, which share one processor."""
+"""Programs on simulated devices, which share one processor."""
 
 
 class Compute(NamedTuple):
     """Seconds of one device in one step.
 
-    layers: of all microbatches.
-    rest: of the head, and of summing gradients over microbatches.
-    optimizer: of the update."""
+    layers: seconds of the layers, for all microbatches.
+    rest: seconds of the head, and of summing gradients over microbatches.
+    optimizer: seconds of the update."""
 
     layers: float
     rest: float
@@ -125,8 +125,8 @@ def combine(
 ) -> StepTime:
     """A step of these parts.
 
-    hidden: from the seconds of each row of collectives, those of each that nothing waits for.
-    bubble: as a share of what a stage does.
+    hidden: maps the seconds of each row of collectives to those that nothing waits for.
+    bubble: share of a stage's work.
     one_adapter: whether a ring crosses hosts over one adapter, however many of a host's devices it has."""
     groups = {axes: _group(plan, axes, hardware) for axes in dict.fromkeys(row.axes for row in rows)}
     seconds_of = [_seconds_on_links(row, groups[row.axes], hardware, one_adapter) for row in rows]
@@ -145,8 +145,8 @@ def combine(
 
 
 def step_range(parts: dict[str, float], software: Software) -> dict[str, list[float]]:
-    """Seconds of a step of these parts if what computes reached the most, and the least, of the hardware's rate that
-    published runs did."""
+    """Seconds of a step of these parts if compute reached the most, and the least, of the hardware's rate that
+    published runs reached."""
     computing = parts["compute"] + parts["bubble"]
     others = sum(parts.values()) - computing
     seconds = [computing * software.share / each + others for each in software.shares]
@@ -164,7 +164,7 @@ def _accumulation_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> fl
 
 
 class _Group(NamedTuple):
-    """Devices that one collective is over, and the domains of fast links that they span."""
+    """Number of devices in a collective's group, and of the fast-link domains that they span."""
 
     devices: int
     domains: int
@@ -176,7 +176,7 @@ def _group(plan: Plan, axes: tuple[str, ...], hardware: Hardware) -> _Group:
 
 
 def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware, one_adapter: bool) -> float:
-    """Of all collectives of a row, with nothing hidden."""
+    """Seconds of all collectives of a row, with nothing hidden."""
     links = hardware.links
     assert links
     devices, domains = group
@@ -187,8 +187,8 @@ def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware
 def _hidden(
     config: RunConfig, plan: Plan, rows: list[ExpectedCollective], seconds_of: list[float], compute: float
 ) -> list[float]:
-    """Seconds of each row that are hidden: as many as there are of compute, where prefetch, the schedule or products in
-    parts have it run beside."""
+    """Seconds of each row that compute hides, while any is left, where prefetch, the schedule or a collective matmul
+    overlaps them."""
     beside = {
         "messages": config.parallel.schedule != "breadth_first",
         "weights": bool(plan.prefetch) or plan.prefetch_chunks,

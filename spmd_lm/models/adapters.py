@@ -1,4 +1,4 @@
-"""Adapters: parameters beside the matrices of blocks, which training changes in place of these."""
+"""Adapters: parameters beside the matrices of blocks, trained in their place."""
 
 import dataclasses
 import math
@@ -17,12 +17,12 @@ from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import BLOCK_SIZE, CodedMatrix, Coding, encode
 from spmd_lm.ops.low_rank import InputDropout, LowRankSum
 
-FIRST_SITE = 16  # of dropout; those of a block are below
+FIRST_SITE = 16  # the first dropout site of adapters; a block's are below
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """LoRA of one matrix [width, other].  dropout: the rate of its input.  transposed: whether the matrix is multiplied
+    """LoRA of one matrix [width, other].  dropout: rate on its input.  transposed: whether the matrix is multiplied
     transposed, so that its inputs are `other`."""
 
     rank: int
@@ -43,7 +43,7 @@ Adapters = tuple[tuple[str, LowRank | Scaling], ...]
 
 
 class LowRankAdapter(nnx.Module):
-    """Two factors: a, of a matrix's inputs, drawn as PEFT draws it, U(±1/√inputs); and b, of its outputs, zeros."""
+    """LoRA's factors: a, of a matrix's inputs, drawn as in PEFT from U(±1/√inputs); and b, of its outputs, zeros."""
 
     def __init__(self, init: ParamInit, adapter: LowRank, matrix: nnx.Param, site: int):
         (width, other), (_, name) = matrix.shape, matrix.get_metadata()["out_sharding"]
@@ -67,7 +67,7 @@ class LowRankAdapter(nnx.Module):
 
 
 class ScalingAdapter(nnx.Module):
-    """Scales of the dimension `other` of a matrix [width, other], ones."""
+    """IA3's scales of the dimension `other` of a matrix [width, other], initially ones."""
 
     def __init__(self, init: ParamInit, adapter: Scaling, matrix: nnx.Param):
         self.scale = init.vector(1, matrix.shape[1], str(_names(matrix)[1]))
@@ -108,7 +108,7 @@ class Coded(nnx.Module):
 
 
 def matrices_of(block: nnx.Module) -> Iterator[tuple[str, HasMatrices, str]]:
-    """(path, module, name in it) of each matrix that a block multiplies with, in an order of their own."""
+    """(path, module, name in it) of each matrix that a block multiplies with, sorted."""
     for keys, module in sorted(nnx.iter_modules(block), key=lambda found: found[0]):
         if isinstance(module, HasMatrices):
             for name, value in sorted(vars(module).items()):
@@ -121,7 +121,7 @@ def _names(param: nnx.Param) -> tuple:
 
 
 def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.Module:
-    """Adds these adapters to a block.  Its own parameters are drawn first, and so are those of a run without."""
+    """Adds these adapters to a block.  Its own parameters are drawn first, the same as without adapters."""
     wanted = dict(adapters)
     for i, (path, module, name) in enumerate([*matrices_of(block)]):
         if path in wanted:

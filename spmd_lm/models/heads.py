@@ -31,7 +31,7 @@ from spmd_lm.ops.softcap import softcap
 
 
 class Head(HasMatrices):
-    """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
+    """An objective's head.  pooled: with BERT's pooler, a dense layer on a row's first token (arXiv:1810.04805)."""
 
     def __init__(self, init: ParamInit, *, pooled: bool = False):
         self.norm = Norm(init) if init.c.norm != "post" else None
@@ -40,7 +40,7 @@ class Head(HasMatrices):
         self.dropout = init.c.dropout
 
     def losses(self, h: jax.Array, batch: Batch, weights: LossDict, key: DropoutKey | None) -> LossDict:
-        """Sums of weight x negative log-likelihood.  weights: by loss.  key: of dropout; None for none."""
+        """Sums of weight x negative log-likelihood.  weights: by loss.  key: for dropout; None for none."""
         raise self._lacks("losses")
 
     def eval_sums(self, h: jax.Array, batch: Batch, rows: int) -> dict:
@@ -49,8 +49,8 @@ class Head(HasMatrices):
         raise self._lacks("eval_sums")
 
     def target_scores(self, h: jax.Array, batch: Batch, rows: int) -> dict[str, jax.Array]:
-        """Scores of all targets, whatever their weights, [rows, time], of `place_rows`: `log_likelihood`, in nats, and
-        `greedy`, 1 for the argmax, else 0.  Only for heads that predict tokens."""
+        """Scores [rows, time] of all targets, whatever their weights, placed by `place_rows`: `log_likelihood`, in
+        nats, and `greedy`, 1 for the argmax, else 0.  Only for heads that predict tokens."""
         raise self._lacks("target_scores")
 
     def logits(self, h: jax.Array, batch: Batch) -> dict[str, jax.Array]:
@@ -62,7 +62,7 @@ class Head(HasMatrices):
 
     def row_logits(self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None) -> jax.Array:
         """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence,
-        by the matrix `name`.  The row's are those of the first shard: see `from_first_shard`."""
+        with the matrix `name`.  Only the first shard's are the row's: see `from_first_shard`."""
         pooled = jnp.tanh(add_bias(self.matrix("pooler").multiply(first_tokens(h)), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
         return upcast(add_bias(self.matrix(name).multiply(pooled), bias))
@@ -81,11 +81,11 @@ def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Negative log-likelihood [...] of labels, int32 [...], under logits [..., classes]."""
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
     log_likelihood = jnp.where(is_label, jax.nn.log_softmax(logits), 0).sum(-1)
-    return jnp.where(is_label.any(-1), -log_likelihood, jnp.nan)  # of a label that is no class
+    return jnp.where(is_label.any(-1), -log_likelihood, jnp.nan)  # if no class is the label
 
 
 def first_shard_sum(row_losses: jax.Array) -> jax.Array:
-    """The sum over rows of row_losses [batch, shards], of the first shard."""
+    """The sum over rows of the first shard's row_losses [batch, shards]."""
     return from_first_shard(row_losses.sum(0), 0)
 
 
@@ -161,7 +161,7 @@ class MaskedLMHead(CausalLMHead):
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
     def order_logits(self, h: jax.Array) -> jax.Array:
-        """Logits [batch, shards, 2] for a row in order and swapped: see `row_logits`."""
+        """Logits [batch, shards, 2]: the row is in order, or swapped.  See `row_logits`."""
         return self.row_logits(h, "binary", self.binary_bias)
 
     def losses(self, h, batch, weights, key):
@@ -198,7 +198,7 @@ class LabelHead(Head):
         return self.row_logits(h, "output", self.output_bias, key)
 
     def eval_sums(self, h, batch, rows):
-        """Logits [rows, ...], of `place_rows`."""
+        """Logits [rows, ...], placed by `place_rows`."""
         return jax.tree.map(lambda z: place_rows(z, batch.sample_ids, rows), self.logits(h, batch))
 
 
@@ -261,7 +261,7 @@ def make_head(init: ParamInit, objective: Objective, policy: LogitsPolicy) -> He
 
 
 def nonzero_totals(weights: LossDict) -> LossDict:
-    """Divisors of weighted sums for their means: total weights, or 1 where there is none, so that the mean is 0."""
+    """Divisors that make means of weighted sums: total weights, or 1 where they are 0, so that the mean is 0."""
     return {name: jnp.where(total > 0, total, 1) for name, total in weights.items()}
 
 

@@ -35,7 +35,7 @@ from spmd_lm.ops.sharding_types import checked, is_explicit
 from spmd_lm.period import BlockFn, Period, sum_by_name
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
-Gather = Callable[[Params], Params]  # makes the parameters of one layer, or of one period, of the stack whole
+Gather = Callable[[Params], Params]  # all-gathers parameters of one layer, or period, of the stack
 KVCaches = tuple[Any, Any]
 
 
@@ -48,7 +48,7 @@ class ModelInput(NamedTuple):
 
     batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
-    row_weight: jax.Array | float | None = None  # of BlockContext, for a user's blocks
+    row_weight: jax.Array | float | None = None  # for a user's blocks: see BlockContext
 
 
 def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -73,11 +73,11 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """c: the model's sizes.  dtype: of its parameters.  kernels: of attention, keys of ops.attention.KERNELS, one for
-    each layer of a period.  logits_policy: of training.  scan_layers: whether layers run in a loop.  collective_matmul:
-    keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in generation, and only
-    on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: of its blocks' matrices.
-    base: how these matrices are stored."""
+    """c: the model's section.  dtype: the parameters'.  kernels: attention kernels, keys of ops.attention.KERNELS, one
+    for each layer of a period.  logits_policy: in training.  scan_layers: whether layers run in a scan.
+    collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
+    generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
+    of its blocks' matrices.  base: how these matrices are stored."""
 
     c: Model
     objective: Objective
@@ -154,8 +154,7 @@ class LanguageModel:
 
     @functools.cached_property
     def matrices(self) -> dict[str, bool]:
-        """The matrices that may have adapters, by their path in a block, such as attention.query; and whether they are
-        multiplied transposed."""
+        """Matrices that may have adapters, by path in a block, as attention.query: True if multiplied transposed."""
 
         def paths() -> None:
             blocks = (self.modules.block(ParamInit(c, nnx.Rngs(0), self.dtype)) for c in self.c.of_each_kind)
@@ -172,7 +171,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
-        """A tied head has a table of its own, which is the embedding's: see `_head`."""
+        """Graphs of embedding and head.  Even a tied head has a token table here; `_head` fills in the embedding's."""
         untied = self.c.model_copy(update={"tie_embeddings": False})
         return {"embedding": self._graph(self.c, self.modules.embedding), "head": self._graph(untied, self._make_head)}
 
@@ -189,8 +188,7 @@ class LanguageModel:
         return {"embedding": params["embedding"]}
 
     def head_params(self, params: Params) -> Params:
-        """The subtree that the head reads, of a tree like the parameters or some of them; a tied token table is in
-        both."""
+        """The subtree that the head reads, of a tree like the parameters or some of them; a tied table is in both."""
         if not self.objective.ties_embeddings(self.c):
             return {"head": params["head"]}
         table = {name: x for name, x in params["embedding"].items() if name == "tokens"}
@@ -221,7 +219,7 @@ class LanguageModel:
     def block(
         self, params: Params, x: jax.Array, microbatch: ModelInput, index: jax.Array | int, place: int = 0
     ) -> tuple[jax.Array, LossDict]:
-        """One layer, given its parameters, the index of its period, and its place there: x and its auxiliary losses.
+        """Runs one layer, given its parameters, the index of its period, and its place there: (x, auxiliary losses).
         Tokens attend within their row."""
         batch, key, row_weight = microbatch
         layer = index * self.period.layers + place if self.period.keys else index
@@ -289,8 +287,8 @@ class LanguageModel:
         """The sum of the objective's losses, each a mean over the batch, in nats, on the mesh of jax.set_mesh.
 
         params: in the compute dtype, laid out by their names.  batch: leaves [batch, ...].  dropout: a seed and the
-        step, integers, which determine the masks; None for none.  Raises LayoutError where a parameter or the batch is
-        laid out in another way than the rules say."""
+        step, integers, which determine the masks; None for none.  Raises LayoutError if a parameter or the batch is not
+        laid out as the rules say."""
         return self.unchecked_mean_loss(*self._checked(params, batch), dropout)
 
     def unchecked_mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None) -> jax.Array:
@@ -307,7 +305,7 @@ class LanguageModel:
         return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
-        """Checks global arrays.  Raises LayoutError for those from which something else would be computed."""
+        """Checks global arrays.  Raises LayoutError for those that would compute something else."""
         names = jax.tree.map(sharded_names, self.names, is_leaf=is_dim_names)
         params = checked(params, names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
@@ -326,7 +324,7 @@ class LanguageModel:
         return params, batch
 
     def forward(self, params: Params, batch: Batch, gather: Gather = _identity) -> dict[str, jax.Array]:
-        """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
+        """Logits of a batch [batch, time], by what the head predicts.  Checks layouts as `mean_loss` does."""
         if is_explicit():
             params, batch = self._checked(params, batch)
         x = self._embed_gathered(params, ModelInput(batch))
@@ -334,12 +332,12 @@ class LanguageModel:
         return self._run_gathered(self.logits, self.head_params, params, x, batch)
 
     def _with_gathered(self, f: Callable, names: Params, **how: bool) -> Callable:
-        """f(params, x, *inputs), given parameters of these names as the rules shard them between uses."""
+        """f(params, x, *inputs) for parameters with these names, sharded as the rules say for between uses."""
         rules = axis_rules()
         return f if rules is None or rules.with_gathered is None else rules.with_gathered(f, names, **how)
 
     def _run_gathered(self, f: Callable, select: Callable[[Params], Params], params: Params, *inputs: Any) -> Any:
-        """f(params, x, *inputs) of the parameters that `select` takes."""
+        """f(select(params), *inputs), with those parameters gathered."""
         return self._with_gathered(f, select(self.names), regather=False)(select(params), *inputs)
 
     def _embed_gathered(self, params: Params, model_input: ModelInput) -> jax.Array:
@@ -359,7 +357,7 @@ class LanguageModel:
     def _run_layers(
         self, stack: Params, x: jax.Array, model_input: ModelInput, gather: Gather = _identity, unroll: bool = False
     ) -> tuple[jax.Array, LossDict]:
-        """x through all layers, and the sums of their losses."""
+        """Runs x through all layers; returns it and the sums of their auxiliary losses."""
         period = self.period
 
         def run(block: BlockFn, x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, LossDict]:
@@ -377,7 +375,7 @@ class LanguageModel:
         return x, losses
 
     def _scan_periods(self, run: Callable, x: jax.Array, stack: Params, per_period: Any, unroll: bool = False) -> tuple:
-        """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods, which mostly are one layer."""
+        """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods, mostly of one layer."""
         if not self.c.share_layers:
             return jax.lax.scan(run, x, (self.period.full(stack), per_period), unroll=unroll)
         shared = jax.tree.map(lambda w: w[0], stack)
@@ -456,5 +454,5 @@ class LanguageModel:
 def _of_any_layout(
     c: Model, objective: Objective, dtype: str, modules: ModelModules, adapters: Adapters, base: Base, x64: bool
 ) -> LanguageModel:
-    """x64: whether jax knows float64, on which a trace depends."""
+    """x64: whether jax enables float64, on which a trace depends."""
     return LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)

@@ -41,7 +41,7 @@ class ParamInit(NamedTuple):
         return self._normal((rows, self.c.width), (name, "width"), INIT_STD)
 
     def matrix(self, size: int, name: str, std: float = INIT_STD) -> nnx.Param:
-        """[width, size], whichever way it is used."""
+        """[width, size], even if it is multiplied transposed."""
         return self._normal((self.c.width, size), ("width", name), std)
 
     def _normal(self, shape: tuple[int, ...], names: DimNames, std: float) -> nnx.Param:
@@ -118,7 +118,7 @@ def column_parallel(x: jax.Array, weights: tuple[Weights, ...], name: str, *, or
 
 
 def row_parallel(h: jax.Array, w: Weights, name: str, *, ordered: bool = True) -> jax.Array:
-    """h [batch, time, other] times w [width, other] transposed, both sharded along `name`: as the residual stream."""
+    """h [batch, time, other] times w [width, other] transposed, both sharded along `name`, as the residual stream."""
     del ordered
     return reduce_from_region(w.multiply(h, transpose=True), name)
 
@@ -131,7 +131,7 @@ class Linears(NamedTuple):
     row: Callable[..., jax.Array] = row_parallel
 
     def checkpointed(self, checkpoint: Callable) -> Self:
-        """Puts them under remat: each device saves its shard of the input's sequence, and backward gathers it again
+        """Puts `column` under remat: each device saves its shard of the input's sequence, and backward gathers it again
         (arXiv:2205.05198, section 4.2.2)."""
 
         def column(x: jax.Array, weights: tuple[Weights, ...], name: str, *, ordered: bool) -> list[jax.Array]:
@@ -199,12 +199,12 @@ class HeadNorm(nnx.Module):
         self.scale = init.vector(1 - self.zero_centered, c.head_dim, "head_width")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [batch, time, heads x head width], of any number of heads."""
+        """x: [batch, time, heads x head width], with any number of heads."""
         scale = _scale_of(self)
         return join_heads(layer_norm(split_heads(x, scale.size), scale, None, self.eps, False))
 
 
 def _scale_of(norm: Norm | HeadNorm) -> jax.Array:
-    """Factor of a norm's result."""
+    """The factor that a norm multiplies its normalized input by."""
     scale = norm.scale[...]
     return 1 + upcast(scale) if norm.zero_centered else scale

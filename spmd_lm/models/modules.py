@@ -20,8 +20,9 @@ from spmd_lm.own_module import load_object
 
 
 class ModelModules(NamedTuple):
-    """embedding: made with a ParamInit.  block: too, for a Model whose layers are all of one kind.  head: made with a
-    ParamInit and a LogitsPolicy; None for the objective's."""
+    """embedding: called with a ParamInit.
+    block: called with one whose Model has layers of one kind.
+    head: called with a ParamInit and a LogitsPolicy; None for the objective's."""
 
     embedding: Callable[[ParamInit], nnx.Module] = Embedding
     block: Callable[[ParamInit], nnx.Module] = Block
@@ -43,18 +44,18 @@ class ModelModules(NamedTuple):
 
     @property
     def has_kv_cache(self) -> bool:
-        """True if tokens of a block interact in its context's attention alone, whose keys and values generation keeps.
-        A user's block says so with `has_kv_cache = True`."""
+        """True if a block's tokens interact only in its context's attention, whose keys and values generation caches.
+        A user's block declares it with `has_kv_cache = True`."""
         return getattr(self.block, "has_kv_cache", not self.own_block)
 
     @property
     def has_eval_sums(self) -> bool:
-        """True if the head has the sums from which metrics are computed."""
+        """True if the head defines `eval_sums`, from which metrics are computed."""
         return getattr(self.head, "eval_sums", None) is not Head.eval_sums
 
     @property
     def has_logits(self) -> bool:
-        """True if the head has logits."""
+        """True if the head defines `logits`."""
         return getattr(self.head, "logits", None) is not Head.logits
 
     def make_head(self, init: ParamInit, objective: Objective, policy: LogitsPolicy) -> Head:
@@ -71,8 +72,8 @@ class ModelModules(NamedTuple):
 
     @property
     def rules(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Mesh axes of users' own dimension names.  ConfigError for axes that these may not name, and for a name with
-        two rules."""
+        """Mesh axes of users' own dimension names.  Raises ConfigError for an axis that they may not name, and for two
+        rules of a name."""
         table: dict[str, tuple[str, ...]] = {}
         for module in filter(None, self):
             for name, axes in _rules(module):
@@ -100,7 +101,7 @@ def _rules(module: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def as_modules(given: Any, where: str) -> ModelModules:
-    """ModelModules from what a user gives: those, a block, or a head.  ConfigError for anything else."""
+    """ModelModules from what a user gives: those, a block, or a head.  Raises ConfigError for anything else."""
     if isinstance(given, ModelModules):
         return given
     if isinstance(given, type) and issubclass(given, nnx.Module):
@@ -112,8 +113,8 @@ def as_modules(given: Any, where: str) -> ModelModules:
 
 
 def modules_of_model(c: Model, objective: Objective, given: Any = None) -> ModelModules:
-    """The modules of a model, its user's or this package's.  given: the user's, where c.module names none.  ConfigError
-    for anything but a module, and for a head that both sections have."""
+    """The modules of a model, its user's or this package's.  given: the user's, where c.module names none.  Raises
+    ConfigError for anything but a module, and for a head in both sections."""
     if c.module and given is not None:
         raise ConfigError(f"model={_name(given)} was given, and model.module={c.module} too. Give one of them.")
     where = f"model.module={c.module}" if c.module else "Program(model=...)"
@@ -131,8 +132,8 @@ def modules_of_model(c: Model, objective: Objective, given: Any = None) -> Model
 
 
 def checked_block(result: Any, x: jax.Array, name: str) -> tuple[jax.Array, LossDict]:
-    """Checks what a user's block returns.  ConfigError for anything but an x like the one that it was given, and scalar
-    losses by name."""
+    """Checks a user's block's result.  Raises ConfigError unless it is x, with its shape and dtype, and scalar losses
+    by name."""
     expected = f"x as it came, {_shown(x)}, and auxiliary losses, scalars by name, or {{}}"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ConfigError(f"{name} returned {_shown(result)}. Return {expected}.")
@@ -142,7 +143,7 @@ def checked_block(result: Any, x: jax.Array, name: str) -> tuple[jax.Array, Loss
 
 
 def checked_losses(losses: Any, weights: LossDict, name: str) -> LossDict:
-    """Checks what a user's head returns.  ConfigError for anything but a number for each loss that has weights."""
+    """Checks what a user's head returns.  Raises ConfigError unless it is a scalar for each loss that has weights."""
     if not isinstance(losses, dict) or losses.keys() != weights.keys() or any(map(jnp.ndim, losses.values())):
         what = f"{name}.losses returned {_shown(losses)}, and loss_weights names {', '.join(weights)}"
         raise ConfigError(f"{what}. Return a scalar for each of these names.")

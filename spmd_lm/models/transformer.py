@@ -26,7 +26,8 @@ AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4  # dropou
 LossDict = dict[str, jax.Array]  # losses by name
 
 RESIDUAL = "residual"
-"""The checkpoint name of the sums x + branch(x) that backward needs: of both branches where a norm follows them."""
+"""The checkpoint name of what backward needs: a branch's output where that has a norm of its own; else the sum x +
+branch(x), of both branches where a norm follows them."""
 
 AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
@@ -34,10 +35,13 @@ training, through a cache in generation."""
 
 
 class BlockContext(NamedTuple):
-    """A block's arguments besides x, whatever its kind.  make_attention: its attention, from its sizes.  dropout_key:
-    of this layer; None for no dropout.  linears: of its branches.  checkpoint: jax.checkpoint, for what backward
-    always recomputes.  batch: of the tokens that x stands for.  row_weight: weight of a row in an auxiliary loss in
-    training, for its mean over the global batch."""
+    """A block's arguments besides x, whatever its kind.
+    make_attention: makes its attention from a spec.
+    dropout_key: this layer's; None for no dropout.
+    linears: the linears of its branches.
+    checkpoint: jax.checkpoint, for what backward always recomputes.
+    batch: the one whose tokens x represents.
+    row_weight: weight of a row in an auxiliary loss in training, which makes that a mean over the global batch."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
@@ -66,7 +70,7 @@ def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: in
 
 
 class Embedding(nnx.Module):
-    """Tables of tokens, learned positions and token types; a norm where blocks have theirs last (arXiv:1810.04805)."""
+    """Tables of tokens, learned positions and token types; a norm if blocks are post-norm (arXiv:1810.04805)."""
 
     def __init__(self, init: ParamInit):
         c = init.c
@@ -90,7 +94,7 @@ class Embedding(nnx.Module):
 
 
 def make_rotary(c: Model) -> Rotary | None:
-    """The rotary positions of a model's queries and keys; None where it has others."""
+    """The rotary embedding of a model's queries and keys; None where it has other positions."""
     return Rotary(c.rope_theta, c.rope_fraction, c.rope_scaling, c.context) if c.positions == "rotary" else None
 
 
@@ -158,7 +162,7 @@ class Block(nnx.Module):
     """x + f(norm(x)) for attention and MLP; norm(x + f(x)), where norms come after the sums; or x + norm(f(norm(x))),
     where each branch is between two norms.
 
-    Both branches start small, so that depth does not add up (GPT-2)."""
+    Parallel branches both read x.  Matrices that end branches start small, so that depth does not add up (GPT-2)."""
 
     prefetched = ("attention",)  # the part, by its key, whose weights parallel.prefetch gathers a layer ahead
 

@@ -1,7 +1,7 @@
 """Attention kernels: XLA everywhere, cuDNN on GPU, splash on TPU.
 
-Each device attends with its own heads.  Shapes: B batch, T time, S time of the keys, H local heads, G local heads of
-keys and values, each of which serves H / G queries (arXiv:2305.13245), K head width.  Softmax is float32 or wider."""
+Each device attends with its own heads.  Shapes: B batch, T time, S time of the keys, H local query heads, G local
+key/value heads, each shared by H / G query heads (arXiv:2305.13245), K head width.  Softmax is float32 or wider."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ SITE = 0  # the dropout site of attention probabilities
 
 
 Dropout = Callable[..., Array] | None
-"""drop(probabilities [B, H, T, S], row=, column=), with positions of queries, uint32 [T, 1], and keys, uint32 [S]."""
+"""drop(probabilities [B, H, T, S], row=positions of queries, uint32 [T, 1], column=positions of keys, uint32 [S])."""
 
 
 def _softmax_attention(q, k, v, mask, spec: "AttentionSpec", drop: Callable[[Array], Array] | None = None) -> Array:
-    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; drop: of probabilities."""
+    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; drop: for probabilities."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bthk,bshk->bhts", q * spec.scale_of(q), k, preferred_element_type=accum_dtype)
@@ -41,13 +41,13 @@ def _softmax_attention(q, k, v, mask, spec: "AttentionSpec", drop: Callable[[Arr
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-MOST_BLOCKS = 8  # each is compiled
+MOST_BLOCKS = 8  # each is compiled separately
 
 
 def query_blocks(time: int, causal: bool, span: int | None) -> list[tuple[slice, slice]]:
-    """(queries, keys) of each block of XLA's attention, without keys that none of its queries attends to.
+    """Slices (queries, keys) of each block of the "xla" kernel, without keys that none of its queries attends to.
 
-    Two causal blocks (-4% of a step on a CPU), or the number of windows that fit into the row."""
+    Two blocks if causal (-4% of a step on a CPU), or as many as windows fit into the row, up to MOST_BLOCKS."""
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
     blocks = max(blocks, min(time // span, MOST_BLOCKS)) if span else blocks
     before, after = span or time, 1 if causal else span or time
@@ -56,11 +56,11 @@ def query_blocks(time: int, causal: bool, span: int | None) -> list[tuple[slice,
 
 
 def unmasked_scores(time: int, causal: bool, span: int | None) -> float:
-    """Share of the score matrix that no mask hides, which a fused kernel computes."""
+    """Fraction of the score matrix that a fused kernel computes: what causal mask and window leave."""
     if not span:
         return 0.5 if causal else 1.0
     span = min(span, time)
-    before = span * time - span * (span - 1) / 2  # itself and those before it
+    before = span * time - span * (span - 1) / 2  # pairs of a token with itself or one before it
     return (before if causal else 2 * before - time) / time**2
 
 
@@ -136,7 +136,7 @@ _fused.defvjp(_fused_forward, lambda saved, d_out: tuple(fused_attention_vjp_p.b
 
 
 def _traced(q, k, v, segment_ids, spec: "AttentionSpec", drop: None) -> Array:
-    """What any fused kernel reads and writes, for traces; it cannot be compiled."""
+    """Stands for any fused kernel in a trace, with its reads and writes; cannot be compiled."""
     return _fused(q, k, v)
 
 
@@ -145,10 +145,10 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash,
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """heads, kv_heads: over all devices.  causal: whether a token attends only to itself and earlier ones.  rotary:
-    position embeddings of queries and keys, or None.  dropout: rate, of the probabilities.  span: number of tokens that
-    one attends to, itself and earlier ones, and without a causal mask as many later ones; None for the whole row.
-    kernel: a key of KERNELS.  scale: of scores; default K^-1/2.  softcap: of scores, or None."""
+    """heads, kv_heads: number over all devices.  causal: whether a token attends only to itself and earlier ones.
+    rotary: position embeddings of queries and keys, or None.  dropout: rate for the probabilities.  span: a token
+    attends to itself, the span - 1 before it and, if not causal, the span - 1 after it; None for the whole row.
+    kernel: a key of KERNELS.  scale: factor of scores; default K^-1/2.  softcap: cap of scores, or None."""
 
     heads: int
     kv_heads: int
@@ -199,8 +199,8 @@ KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
 def attention_with_cache(
     q: Array, k: Array, v: Array, spec: AttentionSpec, cache: KVCache, positions: Array
 ) -> tuple[Array, KVCache]:
-    """Causal attention of tokens at `positions` (int32 [B, T]) to earlier ones, through a cache to which their keys
-    and values are added first.  Entries of the cache beyond a row's last position are masked."""
+    """Causal attention of tokens at `positions` (int32 [B, T]) through a cache, to which their keys and values are
+    added first.  Entries of the cache after a token's own position are masked."""
     shape, rows = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
     q, k, v = spec.split_heads(q, k, v, positions)
     k, v = (old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))

@@ -3,13 +3,13 @@
 The all-gather of a sharded sequence and the matmul with all of it become n matmuls with one shard each; the matmul and
 the reduce-scatter of its partial sums become n matmuls whose results are added up on the way (Wang et al., ASPLOS 2023,
 doi:10.1145/3567955.3567959).  Shards and sums travel in both directions, half of the ring each: n - 1 permutes of one
-shard, the same bytes as the collective.  Where the sequence is not sharded, Megatron's all-reduce is such a
-reduce-scatter and an all-gather, which nothing hides.
+shard, the same bytes as the collective.  Where the sequence is not sharded, Megatron's all-reduce becomes such a
+reduce-scatter, then an all-gather that nothing hides.
 
 Shards arrive in a different order on each device: its own, then that of the device after it, and so on round the ring.
 Layers that treat every token alike may leave them so (`ordered` is false), which saves a copy.
 
-In bfloat16 a sum is rounded on each device that it passes."""
+In bfloat16 a sum is rounded on each device that it passes through."""
 
 import functools
 import itertools
@@ -53,8 +53,8 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_reduce_scatter(h: Array, w: Array, name: str, ordered: bool) -> Array:
     """The linear before Megatron's g, and g: multiplies h [batch, time, other] by w [width, other] transposed, both
-    sharded along `name`, and reduce-scatters the result to the residual stream [batch, sequence, width].  ordered: that
-    of the all_gather_matmul which h comes from."""
+    sharded along `name`, and reduce-scatters the result to the residual stream [batch, sequence, width].  ordered: as
+    in the all_gather_matmul that h comes from."""
     return _multiply_and_scatter([h], [w], name, ordered)
 
 
@@ -72,7 +72,7 @@ matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scat
 
 
 def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered: bool) -> tuple[Array, list[Array]]:
-    """All-gathers x [batch, sequence, width] along the sequence; returns it, and it times each of `weights`."""
+    """All-gathers x [batch, sequence, width] along the sequence; returns it and its product with each of `weights`."""
     w = _side_by_side(weights, 1)
     if active_axes(SEQUENCE):
         axes = _ring_axes(name)
@@ -133,13 +133,13 @@ def _shards_from(x: Array, axes: tuple[str, ...]) -> list[Array]:
 
 
 def _concatenate(shards: list[Array], axes: tuple[str, ...], ordered: bool) -> Array:
-    """Concatenates such shards along the sequence."""
+    """Concatenates the shards of `_shards_from` along the sequence."""
     gathered = jnp.concatenate(shards, TIME)
     return jnp.roll(gathered, lax.axis_index(axes) * shards[0].shape[TIME], TIME) if ordered else gathered
 
 
 def _sum_over(addend: Callable[[int], Array], axes: tuple[str, ...]) -> Array:
-    """Reduce-scatter: sums the terms of all devices for this one.  addend(k): for the device k places after."""
+    """Reduce-scatter: the sum of all devices' addends for this one.  addend(k): for the device k places after it."""
     n = lax.axis_size(axes)
     total = addend(0)
     for way, hops in _ways(axes):

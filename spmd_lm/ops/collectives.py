@@ -39,7 +39,7 @@ def typed_as(typed: Callable) -> Callable[[Callable], Callable]:
 
 
 def shard_index(name: str) -> Array:
-    """Index of this device's shard of the dimension `name`, int32.  LayoutError where arrays are global."""
+    """Index of this device's shard of the dimension `name`, int32.  Raises LayoutError where arrays are global."""
     if sharding_types.is_explicit():
         raise LayoutError(f"a shard of '{name}' is of one device: use parallel.partitioner=manual, or global_indices.")
     return lax.axis_index(axes).astype(jnp.int32) if (axes := active_axes(name)) else jnp.zeros((), jnp.int32)
@@ -52,11 +52,11 @@ def global_indices(name: str, local_size: int) -> Array:
 
 
 def row_positions(size: int, name: str = TIME, part: slice = slice(None)) -> Array:
-    """Positions in their rows of this device's `size` tokens, or of a part of them, int32.  name: of their dimension,
-    which in the residual stream is `sequence`."""
+    """Positions, int32, in the row of this device's `size` tokens, or of `part` of them.  name: the tokens' dimension;
+    in the residual stream `sequence`."""
     if active_axes(name) or part == slice(None):
         return global_indices(name, size)[part]
-    return jnp.arange(*part.indices(size)[:2], dtype=jnp.int32)  # no slice of an array
+    return jnp.arange(*part.indices(size)[:2], dtype=jnp.int32)  # without slicing an array
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:
@@ -69,10 +69,10 @@ def local_slice(x: Array, name: str, dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LocalKVHeads:
-    """Selects the key/value heads, `width` wide, of this device's queries, where some layer has fewer of them than
-    `heads` has shards; elsewhere all.
+    """Selects the key/value heads, `width` wide, that this device's queries use, where some layer has fewer of them
+    than `heads` has shards; elsewhere all.
 
-    Several devices use one head, each for its own queries: gradients are still to be summed over the shards."""
+    Several devices use one head, each for its own queries: its gradient is a partial sum over the shards."""
 
     width: int
 
@@ -160,14 +160,13 @@ def residual_stream(x: Array) -> Array:
 
 @typed_as(sharding_types.first_tokens)
 def first_tokens(h: Array) -> Array:
-    """The first token of each shard of the sequence, of h [batch, sequence, width]: [batch, shards, width]."""
+    """The first token of each shard of h [batch, sequence, width] along the sequence: [batch, shards, width]."""
     return h[:, :1]
 
 
 @typed_as(sharding_types.from_first_shard)
 def from_first_shard(x: Array, dim: int) -> Array:
-    """The first entry along `dim`, which has one for each shard of the sequence; gradients reach the first shard
-    alone."""
+    """The first entry along `dim`, which has one per shard of the sequence; gradients reach the first shard alone."""
     return _from_first_shard(lax.squeeze(x, (dim,)), SEQUENCE)
 
 
@@ -193,7 +192,7 @@ def contract(
 ) -> Array:
     """Contracts x and y over these dimensions, on each device over its own shards alone.
 
-    gradient_of: the array whose gradient it is, or its type."""
+    gradient_of: the array that the result is a gradient of, or its type."""
     return lax.dot_general(x, y, ((tuple(x_dims), tuple(y_dims)), ((), ())))
 
 
@@ -220,7 +219,7 @@ def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array 
 
 @typed_as(lambda x, axes: sharding_types.psum_unreduced(x))
 def psum_axes(x: Any, axes: Sequence[str]) -> Any:
-    """All-reduce over mesh axes, which are all those on which x is a partial sum."""
+    """All-reduces x over mesh axes, which must be all those over which it is a partial sum."""
     return lax.psum(x, axes) if axes else x
 
 
@@ -239,13 +238,13 @@ def constrain(x: Array, specs: Any) -> Array:
 
 @typed_as(sharding_types.zeros_like_gradient)
 def zeros_like_gradient(x: Array, dtype: jnp.dtype) -> Array:
-    """Zeros to which gradients of x are added."""
+    """Zeros in which gradients of x accumulate."""
     return jnp.zeros(x.shape, dtype)
 
 
 @typed_as(sharding_types.as_gradient)
 def as_gradient(g: Array, x: Array) -> Array:
-    """The partial sum g as the gradient of x: summed, unless x leaves that to the step."""
+    """The partial sum g as the gradient of x: summed, unless x's type leaves that to the step."""
     return g
 
 
@@ -277,6 +276,6 @@ def scale(factor: Array, x: Array) -> Array:
 def manual_region(f: Callable, out_specs: Any) -> Callable:
     """Runs `f` on every device's own shards: where arrays are global, in a shard_map.
 
-    out_specs: of its results there; axes on which they are partial sums must be *unreduced*.  Differentiated through,
-    it sums gradients over axes that do not shard an argument."""
+    out_specs: those of its results there; axes on which they are partial sums must be *unreduced*.  Differentiated
+    through, it sums gradients over axes that do not shard an argument."""
     return f

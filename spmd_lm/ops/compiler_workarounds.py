@@ -1,4 +1,4 @@
-"""Workarounds for XLA's compilers in the models' operations: symptom, compiler, what is done, and what sees it.
+"""Workarounds for XLA's compilers in the models' operations: symptom, compiler, remedy, and the test that sees it.
 
 Seen with jax 0.10.2 to 0.12, unless a version is named; docs/compilers.md has the facts.  No value changes."""
 
@@ -12,10 +12,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def run_again(*inputs: Any) -> Any:
-    """Inputs of what backward computes, decodes or gathers a second time.
+    """Inputs of a computation, decoding or gather that backward repeats.
 
-    XLA would merge it with the first time, and hold the result in between.  A barrier prevents that; a CPU's compiler
-    looks through it.  tests/planning/test_audit.py sees gathers on an H100."""
+    XLA would merge it with the first one (CSE), and keep that result in memory.  A barrier prevents this; a CPU's
+    compiler looks through it.  tests/planning/test_audit.py sees gathers on an H100."""
     return lax.optimization_barrier(inputs)
 
 
@@ -23,7 +23,7 @@ def finish_in_forward(results: Any) -> Any:
     """Results of a loop over chunks of logits.
 
     XLA unrolls a loop over one chunk, and would compute the loss and the table's gradient after backward, keeping the
-    logits.  A barrier behind all results prevents that.  tests/planning/test_audit.py sees the peak."""
+    logits.  A barrier around all results prevents that.  tests/planning/test_audit.py sees the peak."""
     return lax.optimization_barrier(results)
 
 
@@ -44,7 +44,7 @@ def saved_statistics(statistics: list) -> list:
 
 
 def keep_apart(w: Array, k: int) -> Array:
-    """w of the matmul k of several with the same w.
+    """w for matmul number k of several that share it.
 
     A GPU's compiler would merge them into one, which waits for all shards.  A barrier hides that w is the same; two
     barriers without k would be merged too.  tests/planning/test_audit.py sees it on an H100."""
@@ -54,13 +54,13 @@ def keep_apart(w: Array, k: int) -> Array:
 def late_zeros(shape: tuple[int, ...], g: Array, dtype: jnp.dtype) -> Array:
     """Zeros to which gradients g are added.
 
-    XLA makes constant zeros early, and keeps them.  These depend on g: no compiler removes 0 * g, which is NaN where g
-    is not finite.  tests/ops/test_embedding.py sees the memory."""
+    XLA makes constant zeros early, and keeps them in memory.  These depend on g: no compiler removes 0 * g, which is
+    NaN where g is not finite.  tests/ops/test_embedding.py sees the memory."""
     return jnp.full(shape, 0 * g[(0,) * g.ndim], dtype)
 
 
 def as_row_major(x: Array) -> Array:
-    """x, constrained to row-major layout in memory: compilers would give it that of what produced it, and copy."""
+    """x, constrained to row-major layout in memory: compilers would keep the layout of x's producer, and copy."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -70,11 +70,11 @@ def as_row_major(x: Array) -> Array:
 def plain_reduce_scatter(x: Array, axes: Sequence[str], dim: int, row_major: bool) -> Array:
     """Reduce-scatters x along `dim` over mesh axes, one after the other.
 
-    A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
-    size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory.  It also pads
-    most arrays along their first dimension, but few of those whose first dimension is twice the number of devices
+    A TPU's compiler makes a full all-reduce of one over several dimensions of the torus at once, of an array with
+    dimensions of size one, which are squeezed out here, or along the minor dimension in memory.  It also pads most
+    arrays along their first dimension, but few of those whose first dimension is twice the number of devices
     (`padded_columns`): hence the reshape.  A shard of an odd number of rows gives each device one row instead of two,
-    which some topologies pad.  tests/planning/test_audit.py sees it."""
+    and some topologies pad that.  tests/planning/test_audit.py sees it."""
     ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
     x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
     for axis in axes:
@@ -122,7 +122,7 @@ def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> b
     columns are a multiple of 128."""
     for devices in axis_sizes:
         first, *others = _devices_first(shape, devices)
-        *outer, rows, columns = first // devices, *others  # of one device's shard
+        *outer, rows, columns = first // devices, *others  # one device's shard
         tiles = math.prod(outer) * -(-rows // 8) * (columns // 128)
         window = tiles // (tiles & -tiles)  # the odd factor
         if (devices + 4) * window > WINDOW_TILES:

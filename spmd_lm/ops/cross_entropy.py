@@ -38,9 +38,9 @@ loses time to short matmuls."""
 
 
 class LogitsPolicy(NamedTuple):
-    """Dtypes and chunks of logits in a step.  accum_dtype: in which the chunks' gradients of table and bias are summed,
-    or the table's if that is wider.  compute: whether matmuls write logits in the compute dtype; everything else is
-    float32 or wider.  tokens: of a chunk; None for what fits into CHUNK_BYTES.  softcap: of the logits, or None."""
+    """Dtypes and chunks of logits in a step.  accum_dtype: sums the chunks' gradients of table and bias, unless theirs
+    is wider.  compute: whether matmuls write logits in the compute dtype; everything else is float32 or wider.  tokens:
+    per chunk; None for what fits into CHUNK_BYTES.  softcap: cap of the logits, or None."""
 
     accum_dtype: str = "float32"
     compute: bool = False
@@ -52,8 +52,8 @@ DEFAULT = LogitsPolicy()
 
 
 def chunks(tokens: int, row_bytes: int, each: int | None = None) -> tuple[int, int]:
-    """(number, tokens in each) of the fewest equal chunks that hold `tokens`: of size `each`, or with logits within
-    CHUNK_BYTES.  Tokens that fill up the last one have weight 0."""
+    """(number, size) of the fewest equal chunks that hold `tokens`: of `each` tokens, or with logits within
+    CHUNK_BYTES.  The last one's padding has weight 0."""
     if each:
         return -(-tokens // each), each
     number = min(tokens, -(-tokens * row_bytes // CHUNK_BYTES))
@@ -93,7 +93,7 @@ def _forward_chunk(
 
 
 def _largest_and_normalizer(logits: Array) -> tuple[Array, Array]:
-    """The largest logit of each row of this shard, and the sum of exponentials of the logits less the largest."""
+    """The largest logit of each row in this shard, and the sum of exp(logits - largest)."""
     return lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
 
 
@@ -103,7 +103,7 @@ def _in_two_passes(logits: Array) -> tuple[Array, Array]:
 
 
 def _in_one_pass(logits: Array) -> tuple[Array, Array]:
-    """One reduction for both, which merges those of two sets (arXiv:1805.02867): a GPU reads the logits once."""
+    """One reduction for both, which merges those of two sets (arXiv:1805.02867): a GPU reads the logits only once."""
     h = _bounded(logits)
     start = jnp.finfo(h.dtype).min, jnp.zeros((), h.dtype)
     return tuple(lax.reduce((h, jnp.ones_like(h)), start, _merge, (1,)))
@@ -116,12 +116,12 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def _bounded(logits: Array) -> Array:
-    """Logits with -inf, of padding, made finite: in a shard of padding alone -inf minus the largest would be NaN."""
+    """Logits with padding's -inf made finite: in a shard of padding alone, -inf minus the largest would be NaN."""
     return jnp.maximum(logits, jnp.finfo(logits.dtype).min)
 
 
 def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
-    """True for each target [N] that is the argmax: the first one of equals, whichever shards they are in."""
+    """True for each target [N] that is the argmax; of equal logits the first counts, in whichever shard."""
     is_largest = chunk.logits == chunk.largest[:, None]
     ids = global_indices("vocab", chunk.logits.shape[1])
     first = -pmax(jnp.where(is_largest, -ids, -jnp.iinfo(ids.dtype).max).max(-1), "vocab")
@@ -131,7 +131,7 @@ def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
 def _in_chunks(h: Array, targets: Array, weights: Array, vocab: int, each: int | None = None) -> tuple[Array, ...]:
     """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0.
 
-    vocab: rows of the table.  each: tokens of a chunk."""
+    vocab: local rows of the table.  each: tokens per chunk."""
     tokens, dtype = math.prod(h.shape[:2]), _logits_dtype(h)
     number, size = chunks(tokens, vocab * dtype.itemsize, each)
 
@@ -237,7 +237,7 @@ def _loss_and_gradients(
         is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
         probabilities = jnp.exp(logits - largest[:, None]) / normalizer[:, None]
         d_logits = (probabilities - is_target) * weights[:, None]
-        if policy.softcap is not None:  # of padding, whose logits are -inf, the gradient is 0
+        if policy.softcap is not None:  # padding, whose logits are -inf, has gradient 0
             d_logits = d_logits * jnp.where(jnp.isfinite(logits), 1 - jnp.square(logits / policy.softcap), 0)
         g = d_logits.astype(x.dtype)
         if of_table:

@@ -18,11 +18,11 @@ Columns = Callable[[jax.Array], jax.Array]
 class Matrix:
     """The matrix [width, other] of a linear: a pytree of its stored arrays, and a method that multiplies.
 
-    Each array is a parameter of its own, which the plan shards, pads, gathers and saves by its dimension names.  Here
-    there is one, of which `columns` selects some.  Quantized matrices and those with low-rank terms are other such
-    types; a collective matmul takes `entries` alone.  Backward may save the input and the stored arrays themselves:
-    with_gathered_weights drops those same objects by identity and gathers again; anything computed from them it would
-    save."""
+    Each array is a parameter of its own, which the plan shards, pads, gathers and saves by its dimension names.  This
+    type stores one, and `columns` selects some of its columns.  Quantized matrices and those with a low-rank term are
+    other types with the same methods; a collective matmul takes `entries` alone.  Backward may save the input and the
+    stored arrays, but nothing computed from them: with_gathered_weights drops the arrays by identity, to gather
+    again."""
 
     stored: jax.Array
     columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})

@@ -1,8 +1,8 @@
-"""Dropout whose random bits are a function of (seed, step, layer, site; sample, coordinates), whoever computes them.
+"""Dropout whose random bits are a function of (seed, step, layer, site; sample, coordinates), on any device.
 
-Threefry-2x32 is written out on counters that broadcast, and every device counts from its global indices: no layout, no
-recomputation and no device count can change a mask.  The bits are integers compared with a threshold, because float
-draws differ between float32 and float64 modes."""
+Threefry-2x32 is written out on counters that broadcast, and every device counts its global indices: layout, remat and
+the number of devices cannot change a mask.  The bits are integers compared with a threshold, because float draws differ
+between float32 and float64 modes."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ KeyWords = tuple[Array, Array]  # a threefry key: two uint32 words
 
 
 as_one_operation = jax.make_user_context(False)
-"""Whether random bits are one operation, which cannot be compiled: for traces of what a layer costs."""
+"""True if random bits are one primitive, which cannot be compiled: for traces that cost a layer."""
 random_bits_p = Primitive("random_bits")
 random_bits_p.multiple_results = True
 random_bits_p.def_abstract_eval(
@@ -67,8 +67,7 @@ class DropoutKey:
 
 
 def dropout(x: Array, rate: float, key: KeyWords, row: Array, column: Array) -> Array:
-    """`x` with each entry zeroed with probability `rate` and the rest scaled up.  key, row, column: uint32, broadcast
-    to x."""
+    """`x` with entries zeroed with probability `rate`, others scaled up.  key, row, column: uint32, broadcast to x."""
     bits, _ = threefry(key, *jnp.broadcast_arrays(row, column))
     keep = bits >= np.uint32(round(rate * 2**32))
     dtype = jnp.promote_types(x.dtype, jnp.float32)  # in bfloat16 1 / 0.9 is 0.16% too small

@@ -23,16 +23,16 @@ from spmd_lm.ops.compiler_workarounds import late_zeros
 
 
 def local_rows(ids: Array, rows: int, name: str) -> tuple[Array, Array]:
-    """`ids` as row numbers of this device's shard of the dimension `name`, and whether they are in it."""
+    """`ids` as row numbers of this device's shard of the dimension `name`, and whether each is in it."""
     local = ids - shard_index(name) * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def lookup(table: Array, ids: Array, name: str) -> Array:
-    """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [local rows, width], of `name`.
+    """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [rows sharded along `name`, width].
 
-    If the rows are not sharded each device looks up its shard of the sequence, and its gradient is of that alone."""
+    If the rows are not sharded, each device looks up its shard of the sequence, and has the gradient of that alone."""
     return manual_region(functools.partial(_lookup, name=name), partition_spec("batch", SEQUENCE, None))(table, ids)
 
 
@@ -60,7 +60,7 @@ def _forward(table, ids, name):
 
 def _backward(name, saved, g):
     table, ids = saved
-    # Of rows that every device holds, each has the gradients of its shard of the sequence.
+    # Where rows are not sharded, each device has the gradient of its shard of the sequence.
     addends = ("batch",) if num_shards(name) > 1 else ("batch", SEQUENCE)
     gradient = manual_region(
         functools.partial(_table_gradient, name=name), partition_spec(name, None, unreduced=addends)

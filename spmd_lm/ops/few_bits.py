@@ -1,8 +1,7 @@
-"""Quantized matrices, which are frozen (QLoRA, arXiv:2305.14314): codes and scales, decoded where a matmul needs the
-matrix.
+"""Frozen quantized matrices (QLoRA, arXiv:2305.14314): codes and scales, decoded where a matmul needs the matrix.
 
-Codes are those of bitsandbytes.  Blocks of a matrix [width, other] lie along its inputs: `width`, or `other` where it
-is multiplied transposed.  Leading dimensions are those of stacks."""
+Codes match bitsandbytes.  Blocks of a matrix [width, other] lie along its inputs: `width`, or `other` where it is
+multiplied transposed.  Leading dimensions are those of stacked layers."""
 
 import dataclasses
 import functools
@@ -19,8 +18,8 @@ from spmd_lm.ops.compiler_workarounds import run_again
 from spmd_lm.ops.dense import Columns
 
 Coding = Literal["int8", "nf4", "nf4-double"]
-BLOCK_SIZE = 64  # inputs with one scale
-NESTED_SIZE = 256  # scales with one scale of their own
+BLOCK_SIZE = 64  # inputs per scale
+NESTED_SIZE = 256  # scales per nested scale
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -30,13 +29,13 @@ NF4 = np.array(
     ],
     np.float32,
 )
-"""Quantiles of a normal distribution, the sixteen values of NF4 (arXiv:2305.14314, appendix E)."""
+"""The sixteen values of NF4, quantiles of a normal distribution (arXiv:2305.14314, appendix E)."""
 
 
 @functools.cache
 def dynamic_codebook() -> np.ndarray:
-    """The 256 values of dynamic quantization (arXiv:2110.02861, section 1.3), float32: in each decade the means of
-    neighbours among 1 + 2^k numbers, spaced evenly as torch.linspace rounds them."""
+    """The 256 values of dynamic quantization (arXiv:2110.02861, section 1.3), float32: in each decade the midpoints
+    between 1 + 2^k evenly spaced numbers, rounded as torch.linspace does."""
     first, values = np.float32(0.1), [np.zeros(1, np.float32), np.ones(1, np.float32)]
     for exponent in range(7):
         count = 2**exponent
@@ -49,14 +48,14 @@ def dynamic_codebook() -> np.ndarray:
 
 
 def _nearest(x: Array, codebook: np.ndarray) -> Array:
-    """Index of the nearest value, uint8, or of the lower one of two.  A sum of comparisons: no loop."""
+    """Index of the nearest value, uint8; the lower of two equally near.  A sum of comparisons: no loop."""
     borders = ((codebook[1:].astype(np.float64) + codebook[:-1]) / 2).astype(np.float32)
     return sum((x > border).astype(jnp.uint8) for border in borders)
 
 
 def _look_up(codes: Array, codebook: np.ndarray) -> Array:
-    """codebook[codes] of few values: by selections where a gather of single numbers is slow, as on a TPU.  A GPU's
-    compiler splits selections into several kernels, and gathers in one."""
+    """codebook[codes] for a small codebook: by selects where a gather of scalars is slow, as on a TPU.  A GPU's
+    compiler splits the selects into several kernels, but gathers in one."""
     return lax.platform_dependent(
         codes, cuda=functools.partial(_gather, codebook), default=functools.partial(_select, codebook)
     )
@@ -81,7 +80,7 @@ def _inverse(absmax: Array) -> Array:
 
 
 def _split(x: Array, dim: int, size: int) -> Array:
-    """x with `dim` as two: [blocks, size]."""
+    """x with `dim` split into two: [blocks, size]."""
     return x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
@@ -106,8 +105,7 @@ def encode(kind: Coding, w: Array, transposed: bool) -> dict[str, Array]:
 
 
 def _encode_scales(absmax: Array, transposed: bool) -> dict[str, Array]:
-    """Double quantization.  Scales are counted as bitsandbytes does: along a row of torch's matrix [outputs, inputs],
-    row by row."""
+    """Double quantization.  Scales are numbered as in bitsandbytes: row by row of torch's matrix [outputs, inputs]."""
     rows = absmax if transposed else absmax.swapaxes(-1, -2)
     flat = rows.reshape(*rows.shape[:-2], -1)
     offset = _mean(flat)[..., None]
@@ -120,8 +118,8 @@ def _encode_scales(absmax: Array, transposed: bool) -> dict[str, Array]:
 
 
 def _mean(x: Array) -> Array:
-    """The mean over the last dimension of x, 0 or more, float32: the same bits whatever the order of the sum.  To 2^-18
-    of the largest: sums of integers, whose 6-bit digits are summed separately."""
+    """The mean over the last dimension of x >= 0, float32, with the same bits in any order of summation.  Exact to
+    2^-18 of the largest: it sums integers, their three 6-bit digits separately."""
     most = x.max(-1)
     scaled = jnp.round(x * (_inverse(most) * 2**18)[..., None]).astype(jnp.int32)
     digits = scaled >> 12, scaled >> 6 & 63, scaled & 63
@@ -132,9 +130,9 @@ def _mean(x: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CodedMatrix:
-    """A quantized matrix, of the arrays that `encode` makes; on one device the shards of one layer.
+    """A quantized matrix of one layer: the arrays that `encode` makes, or one device's shards of them.
 
-    name: of the dimension that is not width.  transposed: whether it is multiplied transposed."""
+    name: the dimension other than `width`.  transposed: whether it is multiplied transposed."""
 
     stored: dict[str, Array]
     kind: Coding = dataclasses.field(metadata={"static": True})
@@ -169,7 +167,7 @@ class CodedMatrix:
         else:
             count = other * absmax.shape[0] + width[:, None]
         nested = self.stored["nested_absmax"][count // NESTED_SIZE]
-        # Of 256 values selections would take as long to compile as the rest of a layer.
+        # Selects among 256 values would take as long to compile as the rest of a layer.
         return _gather(dynamic_codebook(), absmax) * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:

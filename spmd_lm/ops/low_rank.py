@@ -16,8 +16,11 @@ from spmd_lm.ops.few_bits import CodedMatrix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputDropout:
-    """Dropout of a LoRA input.  key: of the layer.  rate, site: of the matrix.  name: of the dimension that is not
-    width.  checkpoint: jax.checkpoint, so that backward draws the mask again."""
+    """Dropout of a LoRA input.
+    key: the layer's.
+    rate, site: the matrix's.
+    name: the dimension other than `width`.
+    checkpoint: jax.checkpoint, so that backward draws the mask again."""
 
     key: DropoutKey
     rate: float = dataclasses.field(metadata={"static": True})
@@ -26,7 +29,7 @@ class InputDropout:
     checkpoint: Callable = dataclasses.field(metadata={"static": True})
 
     def __call__(self, x: jax.Array, transpose: bool) -> jax.Array:
-        """x [batch, time, width], or with `transpose` [batch, time, other], whose mask depends on no device."""
+        """Drops entries of x [batch, time, width], or with `transpose` [batch, time, other], alike in any layout."""
         w0, w1 = (word[:, None, None] for word in self.key.words(self.site))
         row = row_positions(x.shape[1]).astype(jnp.uint32)
         column = global_indices(self.name, x.shape[2]) if transpose else jnp.arange(x.shape[2])
@@ -36,11 +39,11 @@ class InputDropout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRankSum:
-    """matrix [width, other] + scaling x a x b.  a: of inputs, [width, rank].  b: of outputs, [rank, other].
-    transposed: the matrix is multiplied transposed: a [rank, other], b [width, rank].
+    """matrix [width, other] + scaling x a x b.  a: multiplies inputs, [width, rank].  b: multiplies the result, [rank,
+    other].  transposed: whether the matrix is multiplied transposed; then a is [rank, other], b [width, rank].
 
     The factor with the dimension `other` is sharded as the matrix is.  This adds no collective: the low-rank product is
-    a partial sum over this device's shards, and added to the matrix's own."""
+    sharded, or a partial sum, as the matrix's own is, and is added to it."""
 
     matrix: Matrix | CodedMatrix
     a: jax.Array
@@ -61,7 +64,7 @@ class LowRankSum:
         return dataclasses.replace(self, matrix=self.matrix.select(columns), columns=columns)
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """See Matrix.multiply.  ConfigError where a user's module multiplies otherwise than row_parallel says."""
+        """See Matrix.multiply.  Raises ConfigError if a user's module does not multiply as its row_parallel says."""
         if transpose != self.transposed:
             how = "transposed" if transpose else "as it is"
             raise ConfigError(

@@ -20,7 +20,7 @@ def upcast(x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float = 1e-5, center: bool = True) -> Array:
-    """Statistics in float32 or wider: in bfloat16 the mean of a wide row is wrong in its third digit.
+    """Layer or RMS norm, its statistics float32 or wider: in bfloat16 a wide row's mean is wrong in its third digit.
 
     scale, bias: [width].  center: whether to subtract the mean; RMS norm does not (arXiv:1910.07467)."""
     return _forward(x, scale, bias, eps, center)[0]
@@ -65,8 +65,8 @@ def _moments_in_two_passes(h: Array) -> tuple[Array, Array]:
 
 
 def _moments_in_one_pass(h: Array) -> tuple[Array, Array]:
-    """One reduction for both, which merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU reads h once;
-    a CPU takes six times as long as for two passes."""
+    """One reduction for both, which merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU then reads h
+    only once; a CPU takes six times as long as for two passes."""
     zero = jnp.zeros((), h.dtype)
     sets = jnp.ones_like(h), h, jnp.zeros_like(h)
     count, mean, squares = lax.reduce(sets, (zero, zero, zero), _merge, (h.ndim - 1,))

@@ -1,5 +1,5 @@
 """Rotary position embeddings (arXiv:2104.09864) of all features of a head, or its first ones, and their scalings to
-rows longer than those of pretraining.
+rows longer than in pretraining.
 
 A scaling is a ratio for each frequency and a factor of the cosines and sines.  The formulas are those of transformers
 5.23, modeling_rope_utils.py, except that `dynamic` knows the row's length before it runs."""
@@ -77,8 +77,8 @@ def _linear(rotary: Rotary, rotated: int) -> np.ndarray:
 
 
 def _dynamic(rotary: Rotary, rotated: int) -> np.ndarray:
-    """transformers recomputes them as a generation grows; here all tokens of a row have those of the whole row, so that
-    the keys of a cache are those of training."""
+    """Ratios for rows of `context` tokens.  transformers recomputes them as a generation grows; here they are fixed, so
+    that the keys in a cache are those of training."""
     theta_ratio = rotary.scaling.grown_theta(1.0, rotary.context, rotated)
     return theta_ratio ** (-np.arange(rotated // 2) / (rotated // 2))
 
@@ -87,7 +87,7 @@ def _yarn(rotary: Rotary, rotated: int) -> np.ndarray:
     s = rotary.scaling
 
     def pair_with(rotations: float) -> float:
-        """Index, with a fraction, of the pair of features that rotates this often over the original context."""
+        """Fractional index of the feature pair that rotates this often over the original context."""
         return rotated * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
     low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)

@@ -1,9 +1,9 @@
-"""The functions of ops/collectives.py where arrays are global and their types say how they are sharded.
+"""The functions of ops/collectives.py for global arrays, whose types say how they are sharded.
 
 On a mesh of Explicit axes a model writes no collective.  It states how a result is laid out, and XLA inserts the
-collectives.  A type says two more things than the dimensions of its PartitionSpec.  A value is *unreduced* over an axis
-where it is a partial sum on each device along it; and *reduced* where all hold the same value and its gradient is
-unreduced.  Megatron's f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.
+collectives.  Besides how each dimension is sharded, a type says two things: a value is *unreduced* over an axis if each
+device along it holds a partial sum, and *reduced* if all hold the same value and its gradient is unreduced.  Megatron's
+f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.
 Where an operation would need a further collective, jax raises an error when the model is traced."""
 
 import dataclasses
@@ -58,7 +58,7 @@ def _remaining(x: Array, dims: Sequence[int]) -> list:
 
 
 def rules_of_mesh() -> AxisRules:
-    """The rules of this context.  Raises LayoutError where there are none, and for those of another mesh."""
+    """The rules of this context.  Raises LayoutError if there are none, or if they are for another mesh."""
     rules, mesh = axis_rules(), jax.sharding.get_abstract_mesh()
     if rules is None:
         raise LayoutError("there is no mesh of Explicit axes: enter jax.set_mesh(mesh) and spmd_lm.axis_rules(...).")
@@ -71,7 +71,7 @@ def rules_of_mesh() -> AxisRules:
 
 
 def checked(tree: Any, names: Any, advice: str) -> Any:
-    """The tree of arrays, without axes of one device in their types.
+    """The tree of arrays, whose types no longer name axes of one device.
 
     Raises LayoutError where `rules_of_mesh` does, and for leaves that are unreduced, or not sharded as the rules shard
     their dimension names."""

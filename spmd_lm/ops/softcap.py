@@ -1,4 +1,4 @@
-"""Soft caps of attention's scores and of logits (arXiv:2408.00118, section 2)."""
+"""Soft caps for attention scores and logits (arXiv:2408.00118, section 2)."""
 
 import functools
 
@@ -19,6 +19,6 @@ def _capped(x: Array, cap: float) -> Array:
 
 @_capped.defjvp
 def _capped_jvp(cap: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """jnp.tanh's own saves two arrays: its result, and 1 less it."""
+    """Saves y alone; jnp.tanh's rule saves two arrays, its result and 1 minus it."""
     y = _capped(*primals, cap)
     return y, tangents[0] * (1 - jnp.square(y / cap))

@@ -1,4 +1,4 @@
-"""Workarounds for XLA's compilers in loops, pipelines and ZeRO: symptom, compiler, what is done, and what sees it.
+"""Workarounds for XLA's compilers in loops, pipelines and ZeRO: symptom, compiler, remedy, and the test that sees it.
 
 Seen with jax 0.10.2 to 0.12, unless a version is named; docs/compilers.md has the facts.  No value changes."""
 
@@ -19,12 +19,12 @@ Updated = TypeVar("Updated")
 
 
 def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool = False) -> tuple[Tree, Any]:
-    """lax.scan(step, carry, xs, reverse=reverse), which cannot be differentiated.
+    """lax.scan(step, carry, xs, reverse=reverse), but not differentiable.
 
     lax.scan writes its outputs into zeros.  For GPUs XLA makes one array of zeros for all outputs of a shape, and
-    copies it for each of them whenever the loop begins: a ninth of what a step of GPT-2 124M under ZeRO-3 moves through
-    a GPU's memory.  Here they are written into arrays that a GPU allocates, but does not fill.
-    tests/step/test_allocated_scan.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
+    copies it for each of them whenever the loop begins: a ninth of a GPU's memory traffic in a step of GPT-2 124M under
+    ZeRO-3.  Here they are written into uninitialized arrays.  tests/step/test_allocated_scan.py sees it;
+    benchmarks/gpu_traffic.py sees the bytes."""
     treedef = None
 
     def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, list[Array]]:
@@ -47,7 +47,7 @@ def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool 
 
 
 def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:
-    """A stack of `length` entries, sharded as each of them is; of any values on a GPU or TPU, zeros on a CPU.
+    """A stack of `length` entries, sharded as each of them is; uninitialized on a GPU or TPU, zeros on a CPU.
 
     Where arrays are global each device allocates its shard: XLA's partitioner would allocate the whole array on all
     devices, and slice it.  tests/step/test_allocated_scan.py sees that."""
@@ -80,18 +80,18 @@ def map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]
 
 
 def after(first: Array | None, x: Array) -> Array:
-    """x, after `first` is there: NaN where an element of that is not finite, so that no compiler removes it.
+    """x, once `first` is computed; NaN if an element of that is not finite, so that no compiler removes the dependence.
 
-    On a CPU nothing else orders a collective and a loop with others over the same devices, and they take each other's
-    places: XLA aborts in its rendezvous (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
+    On a CPU nothing else orders a collective and a loop with others over the same devices: they meet in one rendezvous,
+    and XLA aborts (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
     return x if first is None else x + 0 * first[(0,) * first.ndim].astype(x.dtype)
 
 
 def scattered_before(grads: Tree, d_x: Any) -> tuple[Tree, Any]:
-    """Scattered gradients of weights, and that of x, with which backward continues.
+    """Scattered gradients of weights, and the gradient of x that backward continues with.
 
-    XLA would put scatters off, and hold unsharded gradients meanwhile.  A barrier in front of the rest of backward
-    prevents that.  tests/planning/test_audit.py sees the peak."""
+    XLA would postpone scatters, and keep unsharded gradients in memory.  A barrier before the rest of backward prevents
+    that.  tests/planning/test_audit.py sees the peak."""
     return lax.optimization_barrier((grads, d_x))
 
 
@@ -120,5 +120,5 @@ def update_if(predicate: Array, update: Callable[[Updated], Updated], value: Upd
 
 
 def as_loop_reads(stacks: Tree, platform: str) -> Tree:
-    """Stacks of gradients for the loop that scatters them, for which a TPU's compiler would copy all of them."""
+    """Stacks of gradients, laid out as the loop that scatters them reads them: a TPU's compiler would copy them all."""
     return jax.tree.map(as_row_major, stacks) if platform == "tpu" else stacks

@@ -14,16 +14,16 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.trees import Tree
 
 MAX_UNMATCHED = 3
-"""Unmatched patterns that get a sentence: looking for the nearest of 60,000 names takes a second."""
+"""Most unmatched patterns that an error lists: finding the nearest of 60,000 names takes a second."""
 
 
 def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree, trainable: Collection[str] | None = None) -> Tree:
-    """Mask of the frozen parameters, bool; for a stack, bool [layers].
+    """Bools, True for frozen parameters; for a stack [layers], if there are patterns.
 
     patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
     blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  trainable:
-    paths, without layers, of the only parameters that training may change; None for all.  Raises ConfigError for a
-    pattern that matches nothing, and if every parameter would be frozen."""
+    paths, without layers, of the parameters that training may change; None for all.  Raises ConfigError for a pattern
+    that matches nothing, and if every parameter would be frozen."""
     known: list[str] = []
     any_pattern = re.compile("|".join(map(translate, patterns)) if patterns else r"(?!)")
 

@@ -20,9 +20,11 @@ matrices may be a list of them: see `unstack_matrices`."""
 
 @dataclasses.dataclass(frozen=True)
 class LayersLoop:
-    """Runs a stack of layers.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: layers that share the
-    weights of the one layer in the stack.  layers_per_remat_block: layers per remat block; only the block's input is
-    saved.  allocated: whether residuals that `vjp` saves in a scan go into arrays that nothing fills."""
+    """Runs a stack of layers.
+    scan: in a lax.scan, otherwise unrolled.
+    layers_per_weight: layers that share the weights of the one layer in the stack.
+    layers_per_remat_block: layers per remat block; only the block's input is saved.
+    allocated: whether residuals that `vjp` saves in a scan go into uninitialized arrays."""
 
     scan: bool = True
     layers_per_weight: int = 1
@@ -31,14 +33,14 @@ class LayersLoop:
 
     @property
     def unstacks(self) -> bool:
-        """True if matrices may come unstacked, so that no microbatch has to take them out of stacks."""
+        """True if matrices may come unstacked, so that no microbatch has to slice them out of stacks."""
         return not self.scan and self.layers_per_weight == self.layers_per_remat_block == 1
 
     def run(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first_layer: index of the first layer, or of its period,
-        among all of the model's."""
+        """Runs x through all layers; returns it and the sum of their losses.  first_layer: index of the first layer, or
+        of its period, among all of the model's."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
         if self.layers_per_remat_block > 1:
@@ -59,7 +61,7 @@ class LayersLoop:
 
         accumulate_grads runs backward: from d_y, the gradient of the result (each loss has gradient 1), it returns d_x.
         It adds each layer's gradients to `grads`, from layer `offset` on, as they are computed, so that they never all
-        exist beside it.  overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it
+        exist at once.  overwrite: if true, overwrite instead.  Layers must not share weights: layout_checks refuses it
         in pipelines."""
         if self.layers_per_remat_block > 1:
             block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
@@ -150,8 +152,7 @@ class LayersLoop:
 
 
 def unstack_matrices(stacks: Tree) -> Tree:
-    """Splits each stack of matrices into a list of them.  Vectors stay stacked: each alone would need its own kernels
-    to be summed."""
+    """Splits each stack of matrices into a list.  Vectors stay stacked: each alone would need kernels to be summed."""
     return jax.tree.map(lambda stack: _split(stack) if stack.ndim > 2 else stack, stacks)
 
 
@@ -170,6 +171,6 @@ def _split(stack: Array) -> list[Array]:
 
 
 def _stack(matrices: list[Array]) -> Array:
-    """jnp.stack(matrices).  Under sharding types that itself would sum gradients twice: jax 0.10.2 loses that its
-    operands are unreduced."""
+    """jnp.stack(matrices).  Under sharding types jnp.stack itself would sum gradients twice: jax 0.10.2 forgets that
+    its operands are unreduced."""
     return lax.concatenate([matrix[None] for matrix in matrices], 0)

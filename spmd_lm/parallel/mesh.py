@@ -69,7 +69,7 @@ def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: 
 
 
 _AxisSizes = Mapping[str, tuple[int, ...]]
-"""Sizes of the mesh axes that together are each axis of a layout, outermost first."""
+"""Sizes of the mesh axes that make up each axis of a layout, outermost first."""
 
 
 def _axis_sizes(layout: Layout, **split: tuple[int, ...]) -> _AxisSizes:
@@ -82,7 +82,7 @@ def _mesh_shape(sizes: _AxisSizes) -> tuple[int, ...]:
 
 
 def domains_of_model(mesh: Mesh) -> int:
-    """The most domains of fast links that one group of devices along `model` spans: hosts of GPUs, or TPU slices."""
+    """The most fast-link domains (GPU hosts, or TPU slices) that one group of devices along `model` spans."""
     return domains_along(mesh, mesh_axes_of(MODEL, mesh.axis_names))
 
 
@@ -96,9 +96,9 @@ def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
 
 @functools.cache
 def devices_within_domain(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], domain: int) -> int:
-    """Number of devices of a group along these axes that share a domain of fast links; none need exist.
+    """Number of devices of a group along these axes that share a fast-link domain; no device need exist.
 
-    domain: devices in each; 0 for any number."""
+    domain: devices per domain; 0 for no limit."""
     within, distance, sizes = 1, 1, mesh.shape
     for axis in reversed(OUTERMOST_FIRST):
         for name in reversed(mesh_axes_of(axis, sizes)):
@@ -110,7 +110,7 @@ def devices_within_domain(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], doma
 
 
 def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices at the same place of each TPU slice, by their position in the mesh."""
+    """Groups of devices at the same place in each TPU slice, as positions in the mesh."""
     slices: dict[int, list[int]] = {}
     for position, device in enumerate(mesh.devices.flat):
         slices.setdefault(_domain(device), []).append(position)
@@ -118,7 +118,7 @@ def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def require_replicas_between(slices: int, layout: Layout) -> None:
-    """Raises LayoutError if anything but replicas is between TPU slices."""
+    """Raises LayoutError if any axis but `replica` spans TPU slices."""
     if layout.replica % slices:
         raise LayoutError(
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
@@ -138,7 +138,7 @@ def _domain(device: Any) -> int:
 
 
 def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[_AxisSizes, np.ndarray]:
-    """(sizes, array of devices in the order of OUTERMOST_FIRST): the first rings that fit the torus."""
+    """(sizes, array of devices in the order of OUTERMOST_FIRST): the first candidate that fits the torus."""
     from jax.experimental import mesh_utils
 
     slices = len(set(map(_domain, devices)))
@@ -170,8 +170,8 @@ def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> l
 
 
 def _pairs(size: int, torus: set[int]) -> list[tuple[int, int]]:
-    """Pairs of rings of `size` devices together; the inner one is as long as a dimension of the torus.
+    """Lengths (outer, inner) of two rings with a product of `size`, best first; the inner is a torus dimension's.
 
-    A long inner ring leaves little for the outer one to send; some compilers refuse rings of 3, 5, ... devices."""
+    A long inner ring leaves little for the outer one to send; some compilers reject rings of odd length."""
     pairs = [(size // n, n) for n in torus if 1 < n < size and size % n == 0]
     return sorted(pairs, key=lambda pair: (any(n % 2 for n in pair), -pair[1]))

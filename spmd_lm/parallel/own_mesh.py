@@ -25,7 +25,7 @@ def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] |
     """A user's rules for a mesh of Explicit axes.  axes: the mesh axes that shard a name of SHARDABLE, outermost first;
     a missing one is not sharded.  Raises LayoutError.
 
-    A user's modules may name other dimensions, each of which must be given."""
+    Other dimensions that a user's modules name must each be given too."""
     table = {name: (on,) if isinstance(on, str) else tuple(on or ()) for name, on in axes.items()}
     if problems := [*_mesh_problems(mesh), *_table_problems(mesh, table)]:
         raise LayoutError(*problems)
@@ -62,7 +62,7 @@ def _table_problems(mesh: AbstractMesh, table: Table) -> Iterator[str]:
 
 def param_shardings(names: Tree, shapes: Tree, own_names: Collection[str] = ()) -> Tree:
     """NamedShardings of parameters with these names and shapes, on jax.set_mesh's mesh by the rules of this context.
-    own_names: of dimensions, beside SHARDABLE, that the model has.
+    own_names: the model's dimensions beside SHARDABLE.
 
     Raises LayoutError without a mesh or rules, for rules of names that the model does not have, and for sizes that the
     mesh does not divide."""
@@ -87,10 +87,11 @@ def param_shardings(names: Tree, shapes: Tree, own_names: Collection[str] = ()) 
 
 
 def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool = False) -> Callable:
-    """run(params, x, *inputs) = f(params, x, *inputs), where params, of these names, are sharded by the rule `zero`.
+    """run(params, x, *inputs) = f(params, x, *inputs), where params have these names, and are sharded by the rule
+    `zero`.
 
     Backward scatters their gradients; x has one too, and inputs have none.  regather: backward gathers a second time,
-    and nothing gathered is held until then.  prevent_cse: see zero.with_gathered_weights."""
+    so that no gathered weights are kept until then.  prevent_cse: see zero.with_gathered_weights."""
     names = jax.tree.map(sharded_names, names, is_leaf=is_dim_names)
     token_axes = {*active_axes("batch"), *active_axes(SEQUENCE)}
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -100,8 +101,8 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
         return active_axes(ZERO_WIDTH) if ZERO_WIDTH in names else ()
 
     def specs(tree: Tree, names: Tree, what: str) -> Tree:
-        """PartitionSpecs: of matrices `what`, reduced or unreduced, over axes along which devices have seen other
-        tokens with the same shard; of vectors unchanged."""
+        """PartitionSpecs.  Matrices are `what`, reduced or unreduced, over axes along which devices hold the same shard
+        and have seen other tokens; vectors keep theirs."""
 
         def spec(names: DimNames, x: Array) -> P:
             if ZERO_WIDTH not in sharded_names(names):

@@ -69,10 +69,10 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 
 
 class Parameter(NamedTuple):
-    """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
-    shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
-    over `data`.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between steps.
-    coded: whether it is an array of a quantized matrix, which is used in its own dtype."""
+    """One array of the parameters.  path: its keys in the tree.  names: its dimensions'.  sharded_names: the same as
+    ZeRO shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and
+    gathered over `data`.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between
+    steps.  coded: whether it is an array of a quantized matrix, which is used in its own dtype."""
 
     path: tuple[str, ...]
     names: DimNames
@@ -85,24 +85,27 @@ class Parameter(NamedTuple):
     coded: bool = False
 
     def is_below(self, path: tuple[str, ...]) -> bool:
-        """True in this subtree: blocks.attention is that of all layers, whatever their kinds."""
+        """True if it is in the subtree at `path`; blocks.attention is that of all layers, whatever their kinds."""
         return path in (self.path[: len(path)], layer_path(self.path)[1][: len(path)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """names, shapes: trees of the parameters' dimension names and canonical shapes.  mesh: abstract until devices bind.
-    sequence: whether the residual stream is sharded along the sequence.  chunks: of layers per pipeline stage; layer l
-    lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  partitioner: who inserts the
-    collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
-    pipeline stages compute too, and discard the result.  prefetch: keys of the modules of a layer whose weights ZeRO
-    gathers while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the
-    one before it runs.  collective_matmul: keys of the branches of a layer whose linears overlap with their
-    collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
-    freeze, trainable: patterns of frozen parameters, and paths of those that training may change; ConfigError where
-    `frozen_mask` refuses one.  own_rules: mesh axes of dimension names that parallel/rules.py does not list.
-    replicated: names of dimensions that this layout cannot divide: `kv_heads`, where there are fewer than devices along
-    `model`."""
+    """names, shapes: trees of the parameters' dimension names and canonical shapes.
+    mesh: abstract until devices bind.
+    sequence: whether the residual stream is sharded along the sequence.
+    chunks: number of chunks of layers per pipeline stage; layer l lies in chunk l // (pipe x n) of stage l // n % pipe,
+      with n layers per chunk.
+    partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
+    run_idle_stages: whether idle pipeline stages compute too, and discard the result.
+    prefetch: keys of the modules of a layer whose weights ZeRO gathers while the layer before it runs.
+    prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one before it runs.
+    collective_matmul: keys of the branches of a layer whose linears overlap with their collectives.
+    scan: whether layers run in a scan, in training.
+    device_kind: jax's, where it is known.
+    freeze, trainable: patterns of frozen parameters, and paths of those that training may change: see `frozen_mask`.
+    own_rules: mesh axes of dimension names that parallel/rules.py does not list.
+    replicated: dimensions that this layout cannot divide: `kv_heads`, if fewer than devices along `model`."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -138,7 +141,7 @@ class Plan:
             raise LayoutError(*problems)
 
     def _require_rules(self) -> None:
-        """LayoutError for names of dimensions that no rule places, and where `width` is not one size."""
+        """Raises LayoutError for dimension names that no rule places, and if `width` has several sizes."""
         table = self.param_rules.table
         problems, widths = dict[str, str](), dict[int, str]()
         leaves = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
@@ -167,8 +170,7 @@ class Plan:
 
     @remembered
     def active_axes(self, *names: str) -> tuple[str, ...]:
-        """The given mesh axes that have more than one device, in the mesh's order.  A name of MESH_AXES stands for
-        all axes that together are it."""
+        """The given mesh axes of several devices, in the mesh's order.  A name of MESH_AXES stands for all its axes."""
         chosen = {axis for name in names for axis in (name, *mesh_axes_of(name, self.sizes))}
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in chosen)
 
@@ -198,14 +200,14 @@ class Plan:
 
     @remembered
     def elements_per_device(self, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """Elements of the parameters below `path`, or of trained ones; as ZeRO shards them, or gathered over `data`."""
+        """Elements on a device of (trained) parameters below `path`, as ZeRO shards them or gathered over `data`."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @remembered
     def bytes_per_device(self, dtype: str | None, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """Bytes of `elements_per_device` in this dtype, except those of quantized matrices; None: as between steps."""
+        """Bytes of `elements_per_device` in this dtype, except for quantized matrices; None: as between steps."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum(
@@ -245,7 +247,7 @@ class Plan:
         return below(self.names, self.frozen)
 
     def trained(self, tree: Tree) -> Tree:
-        """The leaves of trained parameters, of a tree like the parameters."""
+        """The trained parameters' leaves of a tree like the parameters."""
         return subset_of(tree, self._trained_names)
 
     def with_frozen(self, dtype: str) -> "Plan":
@@ -324,7 +326,7 @@ class Plan:
 
     @functools.cached_property
     def batch_specs(self) -> Batch:
-        """PartitionSpecs of a batch's fields; those that a batch lacks have one too, which jax passes over."""
+        """PartitionSpecs of a batch's fields; fields that a batch lacks have one too, which jax ignores."""
         token_spec = P(*self.row_spec, *(axes for axes in [self.axis_rules.axes(TIME)] if axes))
         fields = dataclasses.fields(Batch)
         return Batch(**{each.name: self.row_spec if each.name in PER_ROW else token_spec for each in fields})
@@ -376,8 +378,7 @@ class Plan:
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
-        itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for bodies whose sequences are too short
-        to shard."""
+        itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for sequences too short to shard."""
 
         def body_under_rules(*args):
             with use_axis_rules(self._axis_rules(False) if whole_sequence else self.axis_rules):
@@ -417,18 +418,18 @@ class Plan:
 
     @functools.cached_property
     def _zero_sizes(self) -> dict[str, int]:
-        """Unpadded sizes of the dimensions that ZeRO shards, by their names where it does."""
+        """Unpadded sizes of the dimensions that ZeRO shards, by sharded name."""
         leaves = zip(jax.tree.leaves(self.names, is_leaf=is_dim_names), jax.tree.leaves(self.shapes), strict=True)
         each = ((name, size) for names, leaf in leaves for name, size in zip(names, leaf.shape, strict=True))
         return {ZERO_DIMS[name]: size for name, size in each if name in ZERO_DIMS}
 
-    # What follows takes the sharded names of a tree, or of one that has more leaves.
+    # `names` below are the sharded names of a tree, or of one that has more leaves.
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
         """All-gathers parameters over ZeRO's axes."""
         names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
-        # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
+        # Lays out stacks that loops read: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
         gather = functools.partial(
             zero.gather, names=names, zero_axes=self.zero_axes, sizes=self._zero_sizes, row_major_stacks=stacks
@@ -437,7 +438,7 @@ class Plan:
         return manual_region(gather, out_specs)(tree)
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
-        """Reduce-scatters gradients, in `dtype`, of what ZeRO shards; those of vectors are not summed."""
+        """Reduce-scatters, in `dtype`, the gradients of what ZeRO shards; those of vectors are not summed."""
         names, in_order = subset_of(names, grads), self.platform == "cpu"
         scatter = functools.partial(zero.scatter, names=names, zero_axes=self.zero_axes, dtype=dtype, in_order=in_order)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
@@ -448,8 +449,8 @@ class Plan:
         """The shape to which a gradient [width, ...] is padded before it is scattered; width to what ZeRO's axes
         divide, whatever shape[0] is.  names: its sharded names.
 
-        In the branches of a pipeline on a TPU the last dimension is padded too: XLA would otherwise add permutes, for
-        which other stages would wait."""
+        Inside the conditionals of a TPU pipeline the last dimension is padded too: XLA would otherwise add permutes
+        that other stages wait for."""
         shape = (self._padded_size(ZERO_WIDTH, self._zero_sizes[ZERO_WIDTH]), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge:
@@ -482,7 +483,7 @@ class Plan:
         return P(*(tuple(axis for axis in as_tuple(part) if self.sizes[axis] > 1) for part in spec))
 
     def gather_layers(self, stack: Tree) -> Tree:
-        """The layers of all stages of this tree of stacks, in model order."""
+        """All-gathers a tree of stacks: the layers of all stages, in model order."""
         if (pipe := self.layout.pipe) == 1:
             return stack
         stack = jax.tree.map(lambda x: lax.all_gather(x, PIPE, axis=0, tiled=True), stack)
@@ -507,19 +508,19 @@ class Plan:
 
     @remembered
     def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:
-        """The axes over which a parameter's gradient is still to be summed, after the scatter: all along which devices
-        have seen different tokens or layers, without those that shard the parameter.
+        """The axes over which a parameter's gradient is still to be summed after the scatter: those along which devices
+        have seen different tokens or layers, except those that shard the parameter.
 
         Both the first and the last stage use the embedding and the head.  Where the sequence is sharded, a device along
-        `model` has seen only its shard of it; and parameters that heads share, and the unsharded factor of a low-rank
-        matrix, it has used for its own shards alone."""
+        `model` has seen only its shard of it; and it has used parameters that heads share, and the unsharded factor of
+        a low-rank matrix, for its own shards alone."""
         seen_in_part = self.sequence or not set(USED_IN_PART).isdisjoint(names)
         partial_over = self.active_axes(PIPE, *TOKEN_AXES, *((MODEL,) if seen_in_part else ()))
         return tuple(axis for axis in partial_over if axis not in self.param_axes(names))
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:
-        """The sums that are left after the scatter: one all-reduce for each set of axes."""
+        """Sums gradients over their `grad_reduce_axes`: one all-reduce for each set of axes."""
         leaves, treedef = jax.tree.flatten(grads)
         leaf_names = jax.tree.leaves(subset_of(names, grads), is_leaf=is_dim_names)
         reduce_axes = [self.grad_reduce_axes(leaf) for leaf in leaf_names]

@@ -32,7 +32,7 @@ class PrefetchSplit(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Residuals for backward, of `drop_residuals`: of all layers but the last one, stacked; and of the last one."""
+    """Residuals for backward, from `drop_residuals`: those of all layers but the last, stacked; and the last one's."""
 
     layers: tuple[Tree, Callable]
     last: tuple[Tree, Callable]
@@ -40,10 +40,12 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchedLayers:
-    """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from some of a layer's shards to weights.
-    scatter: from gradients of such weights to those of the shards.  trained: from a layer's weights to those that have
-    gradients.  keys: of the modules of a layer, a dict, that are prefetched.  allocated: whether residuals go
-    into arrays that nothing fills.  Stacks have at least two layers."""
+    """block(weights, x, microbatch, index) -> (x, losses): a layer.  Stacks have at least two.
+    gather: makes weights of some of a layer's shards.
+    scatter: makes the shards' gradients of such weights' gradients.
+    trained: selects the weights that have gradients.
+    keys: the modules of a layer, a dict, that are prefetched.
+    allocated: whether residuals go into uninitialized arrays."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
@@ -120,8 +122,8 @@ class PrefetchedLayers:
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
     ) -> tuple[Tree, Array]:
         """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
-        # Weights and activations that forward has gathered outside of its loop.  In two: a single barrier exposes
-        # scatters on a TPU (benchmarks/overlap.py; docs/compilers.md).
+        # Gathers again the weights and activations that forward gathered outside of its loop.  Two barriers: one alone
+        # exposes scatters on a TPU (benchmarks/overlap.py; docs/compilers.md).
         shards, (d_x, d_losses) = run_again(shards, g)
         (residuals, rebuild), (residuals_of_last, rebuild_last) = run_again(*saved)
         stacks, last = self._split(shards), _layers(shards) - 1
@@ -130,7 +132,7 @@ class PrefetchedLayers:
             return self.gather(index_layer(stacks.prefetched, i))
 
         def layer(d_x: Array, prefetched: Tree, i: Array | int, vjp: Callable) -> tuple[PrefetchSplit, Array]:
-            """Gradients: unsharded of what is prefetched, scattered of the rest; and that of the input."""
+            """Gradients: those of what is prefetched, unsharded; the rest, scattered; and the input's."""
             d_weights, d_x = vjp(prefetched | self.gather(index_layer(stacks.rest, i)))((d_x, d_losses))
             d = self._split(d_weights)
             return d._replace(rest=self.scatter(d.rest)), d_x

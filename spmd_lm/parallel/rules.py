@@ -49,14 +49,14 @@ class Rules:
         return () if name is None else self.table[name]
 
     def spec(self, names: DimNames) -> P:
-        """Raises LayoutError where two dimensions of one array land on one mesh axis."""
+        """PartitionSpec of an array.  Raises LayoutError if two of its dimensions land on one mesh axis."""
         used = [axis for name in names for axis in self.axes(name)]
         if len(used) != len(set(used)):
             raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
         return P(*(self.axes(name) or None for name in names))
 
     def with_own(self, rules: Iterable[tuple[str, tuple[str, ...]]]) -> "Rules":
-        """Adds rows for a user's own names.  LayoutError for a name that has one already."""
+        """Adds rows for a user's own names.  Raises LayoutError for a name that has another row already."""
         if taken := [name for name, axes in rules if name in self.table and self.table[name] != axes]:
             raise LayoutError(f"the dimension '{taken[0]}' has a rule of its own here. Choose another name.")
         return Rules({**self.table, **dict(rules)})
@@ -66,7 +66,7 @@ class Rules:
         return Rules({**self.table, **dict.fromkeys(names, ())})
 
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
-        """Adapts the table to a mesh where several axes together may be `data`, or `model`."""
+        """Adapts the table to a mesh where several axes may make up `data`, or `model`."""
         return Rules(
             {name: tuple(a for axis in on for a in mesh_axes_of(axis, mesh_axes)) for name, on in self.table.items()}
         )

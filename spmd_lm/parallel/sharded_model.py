@@ -31,8 +31,8 @@ class ModelFns:
     head(params, x, microbatch) -> losses by name, in training each already divided by the total loss weight of the
     global batch: they and gradients are summed over microbatches and TOKEN_AXES, never averaged;
     LanguageModel.eval_sums in evaluation.
-    embed_params, head_params: the subtrees of a tree of parameters, or of some of them, that embed and head read; a
-    tied table is in both.
+    embed_params, head_params: subtrees that embed and head read, of a tree of (some) parameters; a tied table is in
+    both.
     loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
@@ -61,8 +61,8 @@ def join_params(params: SplitParams) -> Tree:
 
 
 def _unstacked(fns: ModelFns, plan: Plan, weights: SplitParams) -> SplitParams:
-    """Unstacks the matrices of unrolled layers.  Else a GPU would, for every microbatch, copy each out of its stack,
-    and add the stack's gradient in a pass of its own, not in the matmul.  Stages of a pipeline index stacks."""
+    """Unstacks the matrices of unrolled layers.  Otherwise a GPU would, for every microbatch, copy each out of its
+    stack, and add the stack's gradient in a pass of its own, not in the matmul.  Stages of a pipeline index stacks."""
     unstacks = fns.loop.unstacks and plan.layout.pipe == 1
     return weights._replace(blocks=unstack_matrices(weights.blocks)) if unstacks else weights
 
@@ -167,7 +167,7 @@ class ShardedModel:
 
     @property
     def vjp_layers(self) -> Callable[..., tuple[Array, Losses, Callable]]:
-        """LayersLoop.vjp of `layers`, whose accumulate_grads is for grad_argument.blocks."""
+        """LayersLoop.vjp of `layers`; accumulate_grads adds up gradients of grad_argument.blocks."""
         if self.plan.prefetch:
             return functools.partial(self._prefetched_layers().vjp, self.shards.blocks)
         return functools.partial(self.fns.loop.vjp, self._block(), self._stacks())
@@ -215,8 +215,8 @@ class ShardedModel:
         return (trained, frozen) if jax.tree.leaves(frozen) else (trained,)
 
     def _block(self, *, cut_short: bool = False) -> BlockFn:
-        """A layer, or the layers of a period, each of which gathers its own weights.  cut_short: those of the last
-        one."""
+        """A layer, or the layers of a period, each gathering its own weights.  cut_short: those of the truncated last
+        period."""
         fns, in_loop = self.fns, self.fns.loop.scan and not cut_short
 
         def with_weights(block: BlockFn, names: Tree) -> BlockFn:
@@ -254,7 +254,7 @@ class ShardedModel:
         return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
     def reduce_gradients(self, grads: SplitParams) -> Tree:
-        """Completes the sums of gradients of `grad_argument`, sharded as the parameters are."""
+        """Completes the sums of the gradients of `grad_argument`, sharded like the parameters."""
         grads, names = join_params(grads._replace(blocks=stack_matrices(grads.blocks))), self.plan.sharded_names
         scatters = self.plan.zero.stage and not self.scatters_in_backward
         reduced = self.scatter(grads, names) if scatters else cast(grads, self.reduce_dtype)

@@ -20,7 +20,7 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
 
 
 def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:
-    """A tree like `like`, of `leaves` by path, which may have others too."""
+    """A tree like `like`, from those of `leaves`, by path, that it needs."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
 
 
@@ -55,7 +55,7 @@ def exclude(tree: Tree, subset: Tree) -> Tree:
 
 
 def merge(tree: Tree, other: Tree) -> Tree:
-    """Nested dicts with the leaves of both; where both have one, that of `other`."""
+    """Nested dicts with the leaves of both; `other` takes precedence."""
     if not (isinstance(tree, dict) and isinstance(other, dict)):
         return other
     return tree | {key: merge(tree[key], value) if key in tree else value for key, value in other.items()}

@@ -74,7 +74,7 @@ GATHERED = {sharded: name for name, sharded in ZERO_DIMS.items()}
 
 
 def zero_dim(names: DimNames) -> int | None:
-    """The dimension that ZeRO shards, of an array with these sharded names, or None."""
+    """The dimension that ZeRO shards in an array with these sharded names, or None."""
     return next((dim for dim, name in enumerate(names) if name in GATHERED), None)
 
 
@@ -83,7 +83,7 @@ def gather(
     tree: Tree, names: Tree, zero_axes: ZeroAxes, sizes: Mapping[str, int], *, row_major_stacks: bool = False
 ) -> Tree:
     """All-gathers shards over one axis after the other, innermost first.  names: the sharded dimension names of each
-    leaf.  sizes: unpadded, of the sharded dimensions; {} where nothing is padded.
+    leaf.  sizes: the sharded dimensions' unpadded sizes; {} where nothing is padded.
 
     row_major_stacks: lays stacks of layers out as loops read them.  A GPU gathers with the sharded dimension outermost
     and copies the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the
@@ -118,8 +118,8 @@ def scatter(
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
-    layer by layer.  All stacks in one loop: independent loops whose collectives have the same devices run beside each
-    other on a CPU, and take each other's places.
+    layer by layer.  All stacks in one loop: a CPU runs independent loops at the same time, and collectives over the
+    same devices meet in one rendezvous.
 
     in_order: make each scatter wait for the one before it, as a CPU needs (`after`).  Elsewhere that would expose them
     (docs/adr/0024)."""
@@ -139,7 +139,7 @@ def scatter(
     def scatter_layer(alike: list[int], layer: list[Array]) -> list[Array]:
         return [scatter_leaf(leaf_names[i][1:], g) for i, g in zip(alike, layer, strict=True)]
 
-    # Where the last period is cut short, stacks of its layers have one more.
+    # Stacks of the layers of a truncated last period have one entry more.
     for layers in dict.fromkeys(leaves[i].shape[0] for i in stacks):
         alike = [i for i in stacks if leaves[i].shape[0] == layers]
         first, *others = (leaves[i] for i in alike)
@@ -167,13 +167,13 @@ def with_gathered_weights(
     """run(grad_dummies, shards, gathered, x, *extra) = f(weights, x, *extra).
 
     The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
-    weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the weights'
-    gradients.  A custom_vjp must return these as gradients of an argument: of the dummies `grad_dummies`, zeros with
-    the shapes of the trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered` have no
-    gradients.  differentiate_x: whether x has: jax does not tell a custom_vjp which gradients of x are used.
-    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
-    does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
-    backward continues, so that no unsharded gradient is held meanwhile."""
+    weights only the shards are saved, and of f's other residuals those that its own remat saves.  Backward scatters the
+    weights' gradients.  A custom_vjp must return these as gradients of an argument: hence the dummies `grad_dummies`,
+    zeros with the shapes of the trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered`
+    have no gradients.  differentiate_x: whether x has one: jax does not tell a custom_vjp if it is used.  prevent_cse:
+    keep XLA from merging the second gather with the first, which would hold the weights in between.  It does not merge
+    across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before backward
+    continues, so that no unsharded gradient is held meanwhile."""
 
     @jax.custom_vjp
     def run(grad_dummies, shards, gathered, x, *extra):

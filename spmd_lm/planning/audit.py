@@ -2,7 +2,7 @@
 expected ones.
 
 On `cpu:N` the compiler sends bfloat16, though not float16, as float32, and a TPU's gathers float32 as bfloat16 where
-its matrix unit reads that: both are reported, and are no difference."""
+its matrix unit reads that: both are reported, but not as differences."""
 
 import itertools
 import time
@@ -48,7 +48,7 @@ TOLERANCE = 0.01  # share of the expected bytes that may be missing or in excess
 SLACK = 4096  # bytes that always may: scalars that compilers add
 MODEL_PARTS = ("embedding", "blocks", "head")
 """Scopes of a step that a model's modules compute."""
-UPCAST, ROUNDED = "float32", "bfloat16"  # what a compiler made of the other
+UPCAST, ROUNDED = "float32", "bfloat16"  # the dtype into which a compiler turned the other
 
 
 class AuditedStep(NamedTuple):
@@ -62,7 +62,7 @@ class AuditedStep(NamedTuple):
 
 def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
     """Collectives and memory of the step of `config`, compiled for `topology` or this machine's devices, beside the
-    expected ones; its exposed communication, None for a CPU; its memory traffic, None but for a GPU.
+    expected ones; its exposed communication, None for a CPU; its memory traffic, None except for a GPU.
 
     hlo: a file for the program's text.  Raises ConfigError or LayoutError if the step cannot be compiled, OutputError
     if the file cannot be written."""
@@ -167,8 +167,8 @@ def _own_scopes(config: RunConfig) -> tuple[str, ...]:
 def _per_layer(
     config: RunConfig, plan: Plan, found: list[CompiledCollective], expected: list[ExpectedCollective]
 ) -> list[dict[str, Any]]:
-    """Collectives of the user's block in one layer, forward and backward: in its code, and compiled; in whole residual
-    streams of a microbatch."""
+    """Collectives of the user's block in one layer, forward and backward: in its code, and compiled; in units of a
+    microbatch's whole residual stream."""
     tokens = tokens_per_device(config, plan.layout)
     stream = tokens * config.model.width * dtype_bytes(config.precision.compute)
     code, sent, predicted = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
@@ -347,7 +347,7 @@ def _render_differences(differences: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _render_memory(m: dict[str, Any]) -> str:
-    """The compiler's figures.  Some have a peak alone; a CPU's peak, without temporaries, is not shown."""
+    """The compiler's figures.  Some compilers give a peak alone; a CPU's excludes temporaries, and is not shown."""
     arguments, temporaries, total, peak = (
         format_bytes(m[key]) for key in ("arguments", "temporaries", "total", "peak")
     )

@@ -19,12 +19,12 @@ class Capacity(NamedTuple):
     setting: str = ""
 
     def remedy(self, needed: float) -> str | None:
-        """The setting, if `needed` bytes fit with it alone."""
+        """The setting, if `needed` bytes fit only with it."""
         return self.setting if self.usable < needed <= self.larger else None
 
 
 def capacity_of(hardware: Hardware | None, platform: str) -> Capacity | None:
-    """The capacity, None for hardware of unknown memory.  Raises ConfigError for nonsense in the environment."""
+    """The capacity, None for hardware of unknown memory.  Raises ConfigError for an invalid environment variable."""
     if not hardware or not hardware.memory:
         return None
     size = hardware.memory.size

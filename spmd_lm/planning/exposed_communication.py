@@ -1,4 +1,4 @@
-"""Exposed communication of a compiled step, on hardware whose speeds are in hardware.yaml: a model, no measurement."""
+"""Exposed communication of a compiled step, on hardware whose speeds are in hardware.yaml: modelled, not measured."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.planning.device_memory import kernel_speeds
 from spmd_lm.runtime.formatting import format_bytes
 
-LEAST_SHOWN = 0.01  # of all seconds on wires: a row that is printed
+LEAST_SHOWN = 0.01  # share of all seconds on wires of a row that is printed
 NOT_MODELLED = (
     "latency, contention for memory and between axes, FLOPs of kernels that are not HLO, but for cuDNN's attention, "
     "asynchronous compute, stages that wait for each other"

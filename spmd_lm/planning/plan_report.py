@@ -43,7 +43,7 @@ def plan_on(config: RunConfig, topology: Topology) -> Plan:
 
 
 def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | None = None) -> dict[str, Any]:
-    """The plan as plain data; default that of `topology`, or of the run's devices.  Raises ConfigError for an
+    """A plan as plain data, by default that of `topology`, or of the run's devices.  Raises ConfigError for an
     optim.freeze that matches no parameter."""
     plan = plan_on(config, topology) if topology else plan or _plan_of_run(config)
     m, layout, table = config.model, plan.layout, memory.table(config, plan)
@@ -88,7 +88,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
 
 
 def parameter_count(plan: Plan) -> int:
-    """Numbers of the model, without padding."""
+    """Number of the model's parameters, without padding; quantized matrices count by their entries."""
     leaves = leaves_by_path(plan.shapes).items()
     return sum(leaf.size * numbers_per_element(path.rpartition(".")[2], str(leaf.dtype)) for path, leaf in leaves)
 
@@ -185,7 +185,7 @@ def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str,
 
 
 def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Options of how often ZeRO-3 gathers weights, with memory and traffic; recommended is the least product of both,
+    """Options for how often ZeRO-3 gathers weights, with memory and traffic; recommended is the least product of both,
     whatever the bubble."""
     if plan.zero.stage != 3:
         return []

@@ -40,7 +40,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13"
 
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
     """Results that need no price.  Raises ConfigError or LayoutError if the step cannot be compiled; one that the
-    compiler refuses for want of memory does not fit."""
+    compiler refuses for lack of memory does not fit."""
     require_speed(config, target)
     try:
         step = audit_step(config, target.topology, hardware=target.hardware)
@@ -53,7 +53,7 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
 
 def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str, Any]:
     program, module, shares, audited = step
-    config = program.config  # with the attention kernel that could be compiled
+    config = program.config  # its attention kernel is one that could be compiled
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert exposed
     published = flops.peak(program.device, config.precision.compute)
@@ -100,7 +100,7 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
 
 
 def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
-    """Results for a step that the compiler refuses for want of memory: the plan's; None for those of a program."""
+    """Results for a step that the compiler refuses for lack of memory: the plan's, and None for a program's."""
     plan, hardware = make_plan(config, target), target.hardware
     predicted, p = predict_step(config, plan, hardware, target.software), config.parallel
     planned = sum(memory.table(config, plan).values())
@@ -125,7 +125,7 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
 
 def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]) -> dict[str, Any]:
     """Bytes per device: state is exact; peak and temporaries are the compiler's; gradients and activations are the
-    plan's at its peak.  remedy: the setting of jax's allocator with which alone the step fits."""
+    plan's at its peak.  remedy: the setting of jax's allocator that the step needs to fit."""
     state, fullest = memory.state(config, plan), memory.fullest_point(config, plan)
     peak, capacity = max(found["peak"], found["arguments"]), target.capacity
     return {
@@ -190,7 +190,7 @@ def cached(directory: Path | None, config: RunConfig, target: Target, make: Call
     if stored := cache.get(key):
         return json.loads(stored) | {"cached": True}
     found = make()
-    with suppress(OSError):  # not stored: made again next time
+    with suppress(OSError):  # not stored: computed again next time
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         cache.put(key, json.dumps(found).encode())
     return found

@@ -1,8 +1,9 @@
 """`spmd-lm plan --search`: every legal layout of a run on some hardware, costed without compiling.
 
 A layout is a degree for each axis of the mesh, sequence, zero, schedule, chunks, microbatches, reduce_once and remat.
-Choices without effect are made once: ZeRO on one device of its axes, sequence parallelism on one of `model`.  Each gets
-memory (cost_model/memory.py), bytes sent (cost_model/expected_collectives.py) and time (cost_model/step_time.py)."""
+Choices without effect appear once: ZeRO where its axes have one device, sequence parallelism where `model` has one.
+Each gets memory (cost_model/memory.py), bytes sent (cost_model/expected_collectives.py) and time
+(cost_model/step_time.py)."""
 
 import dataclasses
 import inspect
@@ -30,7 +31,7 @@ from spmd_lm.planning.capacity import Capacity, capacity_of
 from spmd_lm.resolve import abstract_plan
 
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
-"""Remat policies that share a plan: on a GPU layers run in a loop with the last alone (config/layer_loop.py)."""
+"""Remat policies that share a plan: with `full` layers run in a loop on a GPU too (config/layer_loop.py)."""
 POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 LARGEST_CHUNKS = 8
 ROOM = 0.92
@@ -71,7 +72,7 @@ class CostedLayout:
 
     @property
     def remedy(self) -> str | None:
-        """The setting of jax's allocator with which alone it fits, if there is one."""
+        """The setting of jax's allocator that it needs to fit, if there is one."""
         return self.target.capacity.remedy(self.memory / ROOM)
 
     @property
@@ -250,7 +251,7 @@ def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA))
 
 
 def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> Iterator[dict[str, Any]]:
-    """The other choices, where they make a difference."""
+    """The other choices in all combinations, where they make a difference."""
     stages = [0] if devices_along(ZERO_AXES, layout) == 1 else [0, 1, 2, 3]
     if layout[REPLICA] > slices:  # without ZeRO replicas are data
         stages = [stage for stage in stages if stage]

@@ -1,4 +1,4 @@
-"""Report of `spmd-lm plan --search`: the fastest layout, the cost of any other choice, and the published rule's."""
+"""Report of `spmd-lm plan --search`: the fastest layout, the cost of any other choice, and a published rule's."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from spmd_lm.files import write_atomically
 from spmd_lm.planning.search import CostedLayout, Search, best_of, speed
 from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
 
-Audit = Callable[[RunConfig, str], dict[str, Any]]  # of a configuration's step on a topology
+Audit = Callable[[RunConfig, str], dict[str, Any]]  # (configuration, topology) -> `audit` of its step
 
 MARK = "# spmd-lm plan --search:"  # first line of a file that another search may replace
 SHOWN = 8
@@ -24,8 +24,8 @@ MOST_COMPILED = 8
 def confirmed_best(search: Search, top: int, audit: Audit) -> tuple[CostedLayout, list[dict[str, Any]], str | None]:
     """(the fastest layout, what was compiled, why nothing was).
 
-    `audit` compiles the fastest layout of each mesh, down the list, until `top` of them fit: the first of these is the
-    fastest.  Raises ConfigError if no layout fits by its prediction."""
+    `audit` compiles the fastest layout of each mesh and ZeRO stage, in order, until `top` of them fit: the first of
+    these is the fastest.  Raises ConfigError if no layout fits by its prediction."""
     best, compiled, fitting = search.fastest(), [], list[CostedLayout]()
     missing = [why for target in search.targets if (why := target.topology.lacks_compiler)]
     if missing and top:
@@ -71,8 +71,7 @@ def describe_layout(layout: CostedLayout) -> dict[str, Any]:
 
 
 def describe_remedy(search: Search) -> dict[str, Any] | None:
-    """The setting with which more layouts fit, as jax allocates more of a GPU, their number and the fastest; None if
-    none do."""
+    """The setting with which jax allocates more memory and more layouts fit, their number and the fastest; or None."""
     if more := best_of(search.remediable):
         return {"setting": more.remedy, "layouts": len(search.remediable), "fastest": describe_layout(more)}
     return None
@@ -93,7 +92,7 @@ def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]
 
 
 def why_slower(layout: CostedLayout, best: CostedLayout) -> str:
-    """The part of a step that is longest behind `best`; '' if none is."""
+    """The part of a step that loses most against `best`, and its seconds; '' if none does."""
     lost = {name: seconds - best.parts[name] for name, seconds in layout.parts.items()}
     name = max(lost, key=lambda part: lost[part])
     return f"{name} {lost[name]:+.3g} s" if lost[name] > 0 else ""
@@ -144,7 +143,7 @@ def confirm(layout: CostedLayout, audit: Audit) -> dict[str, Any]:
 
 
 def write_best(best: CostedLayout, path: Path) -> None:
-    """The run under the fastest layout, as a file that can be run.  Raises ConfigError if it cannot be written."""
+    """Writes a configuration file of the run under the best layout.  Raises ConfigError if it cannot be written."""
     topology = best.target.topology
     comment = f"{MARK} {best.seconds:.4g} s a step on {topology}, by the cost model.\n"
     comment += f"# spmd-lm preflight {path.name} --topology {topology} compiles it.\n"

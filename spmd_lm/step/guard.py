@@ -22,12 +22,12 @@ from spmd_lm.step.optimizer import Optimizer, global_norm, trained_gradients
 from spmd_lm.step.state import TrainState
 
 SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
-"""Reasons, by the metric skip_reason; the first is that of a step that was not skipped."""
+"""Reasons, indexed by the metric skip_reason; '' for a step that was not skipped."""
 
 NON_FINITE, LOSS_SPIKE, EXCLUDED = 1, 2, 3
 
 WINDOW, FEWEST, SPIKE = 128, 16, 6.0
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
+MAD_TO_SIGMA = 1.4826  # for a normal distribution
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class LossWindow:
     count: Any  # int32: number of entries, the last ones, that are losses
 
     def known(self) -> jax.Array:
-        """The losses, NaN where there were none yet: what is saved must be finite."""
+        """The losses, NaN where there are none yet; not so in `losses`, because what is saved must be finite."""
         return jnp.where(jnp.arange(WINDOW) < WINDOW - self.count, jnp.nan, self.losses)
 
     def push(self, loss: jax.Array) -> "LossWindow":
@@ -62,8 +62,8 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after this step, inside `plan.partition`, and metrics.  loss: of the whole global batch.  grads: of a
-    loss that may be scaled, reduced over data.
+    """The state after this step, inside `plan.partition`, and metrics.  loss: the global batch's.  grads: those of the
+    loss, which may be scaled; reduced over data.
 
     Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window

@@ -30,7 +30,7 @@ class LossScale:
 
     scale: Any  # float32, of the next step's loss
     growth_tracker: Any  # int32, clean steps since the last overflow or doubling
-    hysteresis_tracker: Any  # int32, overflows left before the first that halves the scale; at 0 and below each does
+    hysteresis_tracker: Any  # int32, overflows until one halves the scale, that one included; then each does
     skipped: Any  # int32, steps skipped so far
 
 
@@ -72,8 +72,8 @@ def unscale_gradients(
 ) -> tuple[Tree, LossScale | None, dict[str, jax.Array]]:
     """(gradients without the scale, the next scale, metrics), inside `plan.partition`; without a scale nothing changes.
 
-    grads: of a scaled loss, reduced over data.  Metrics: loss_scale, float32, of this step; skipped, bool, whether the
-    gradients are not finite; skipped_steps, int32, the number so far, this one included."""
+    grads: those of a scaled loss, reduced over data.  Metrics: loss_scale, float32, of this step; skipped, bool,
+    whether the gradients are not finite; skipped_steps, int32, the number so far, this one included."""
     if (s := state.loss_scale) is None:
         return grads, None, {}
     grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, plan.trained(state.params)), s)

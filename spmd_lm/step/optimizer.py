@@ -1,5 +1,5 @@
 """The optimizer: global scalars (gradient norm, learning rate), and an elementwise optax rule for any leaves, so that
-no leaf depends on how it is sharded."""
+no update depends on how its leaf is sharded."""
 
 import dataclasses
 import functools
@@ -77,7 +77,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 class Optimizer:
     """optax's rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
 
-    steps: of the run, for the learning rate."""
+    steps: the run's, for the learning rate."""
 
     config: OptimizerConfig
     steps: int
@@ -88,8 +88,7 @@ class Optimizer:
         object.__setattr__(self, "rule", _rule(self.config))
 
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":
-        """Scalars of an update.  norm: of the gradients.  is_applied: bool, whether the update changes anything but the
-        step's number."""
+        """Scalars of an update.  norm: the gradients'.  is_applied: bool, whether more than the step number changes."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
         lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(dtype)), dtype)
@@ -99,10 +98,9 @@ class Optimizer:
         return UpdateScalars(lr, shrink, is_applied)
 
     def update(self, plan: Plan, scalars: "UpdateScalars", params: Tree, opt_state: Any, grads: Tree) -> tuple:
-        """(params, opt_state) one step later, of any of the trained parameters, inside `plan.partition`.
+        """(params, opt_state) after the update, for any of the trained parameters, inside `plan.partition`.
 
-        Elementwise: leaves are independent.  opt_state: optax's, of these parameters.  grads: of
-        `trained_gradients`."""
+        Elementwise: leaves are independent.  opt_state: optax's, for these.  grads: from `trained_gradients`."""
         if (shrink := scalars.shrink) is not None:
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
 
@@ -122,8 +120,10 @@ class Optimizer:
 
 
 class UpdateScalars(NamedTuple):
-    """Scalars that all leaves of an update share.  lr: the learning rate.  shrink: factor of gradients that clips their
-    norm; None where nothing clips.  is_applied: bool, whether parameters and moments change."""
+    """Scalars that all leaves of an update share.
+    lr: the learning rate.
+    shrink: factor of gradients that clips their norm; None where nothing clips.
+    is_applied: bool, whether parameters and moments change."""
 
     lr: jax.Array
     shrink: jax.Array | None
@@ -131,12 +131,12 @@ class UpdateScalars(NamedTuple):
 
 
 def trained_gradients(plan: Plan, params: Tree, grads: Tree) -> Tree:
-    """`grads`, sharded like the parameters that are trained, in their dtypes, and zero for layers that are frozen."""
+    """`grads`, sharded like the trained parameters, in their dtypes, zero for frozen layers."""
     return without_frozen_layers(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, plan.trained(params)))
 
 
 def without_frozen_layers(plan: Plan, tree: Tree) -> Tree:
-    """A tree like the trained parameters, or some of them; zero for those layers of a stack that are frozen."""
+    """Zeroes the frozen layers of stacks in a tree like the trained parameters, or some of them."""
 
     def zero_frozen(frozen: np.ndarray, x: jax.Array) -> jax.Array:
         if not frozen.any():
@@ -150,7 +150,7 @@ def without_frozen_layers(plan: Plan, tree: Tree) -> Tree:
 def _adam_updates(config: AdamW, state: optax.ScaleByAdamState) -> Tree:
     """optax.scale_by_adam's updates, computed from the moments in its state after the select.
 
-    Its own come from the moments before the select.  For those XLA would compute the new moments twice, and copy the
+    optax computes them from the moments before the select: XLA would then compute the new moments twice, and copy the
     old ones: on a CPU 3% of a step of GPT-2 124M."""
     mean, mean_square = (
         optax.tree_utils.tree_bias_correction(moment, decay, state.count)

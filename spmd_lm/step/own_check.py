@@ -1,8 +1,8 @@
 """Compares a user's modules under tensor parallelism with themselves on one device, before they train.
 
-Without a collective, or with a replicated parameter between two of them, jax raises no error: the step would compute
-something else.  So a model of one period runs on one row, sharded over `model` and not: losses and gradients must be
-the same.  jax.vmap over a named axis stands for the devices, and needs one."""
+If a collective is missing, or a parameter between two of them is replicated, jax raises no error: the step would
+compute something else.  So a model of one period runs on one example, sharded over `model` and not: losses and
+gradients must be the same.  jax.vmap over a named axis stands for the devices, and needs only one."""
 
 import math
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.resolve import abstract_plan, make_model
 
 MOST_PARAMETERS = 2**27
-"""Limit for a period that is compared: more would take memory, and minutes."""
+"""Most parameters of a period that is compared: more would take too much memory, and minutes."""
 
 
 def check_own_modules(config: RunConfig, modules: ModelModules, plan: Plan) -> str:
-    """Compares them; returns a line on what was not compared, or ''.  Raises LayoutError where devices of `model` would
-    compute something else than one device does."""
+    """Compares the modules; returns a line on what was not compared, or ''.  Raises LayoutError if devices along
+    `model` would compute something else than one device does."""
     if modules == ModelModules() or plan.layout.model == 1:
         return ""
     small, shards = _one_period(config, plan.layout.model), plan.layout.model
@@ -56,7 +56,7 @@ def check_own_modules(config: RunConfig, modules: ModelModules, plan: Plan) -> s
 
 
 def _one_period(config: RunConfig, shards: int) -> RunConfig:
-    """A run of one row, of a model with one period, without dropout."""
+    """A run of one example, with a model of one period, without dropout."""
     m, rows = config.model, config.objective.rows_per_example
     sizes = {"layers": len(m.kinds), "attention": "xla", "share_layers": False}
     sizes |= {"dropout": 0.0, "attention_dropout": 0.0}
@@ -76,7 +76,7 @@ def _one_period(config: RunConfig, shards: int) -> RunConfig:
 
 
 def _params(model: LanguageModel) -> Tree:
-    """Random parameters, larger than those of `init`: no computation has a small effect."""
+    """Random parameters, larger than those of `init`, so that no computation has a small effect."""
     rng = np.random.default_rng(0)
 
     def param(names: DimNames, x: jax.Array) -> jax.Array:
@@ -141,12 +141,12 @@ def _on_shards(model: LanguageModel, plan: Plan, params: Tree, batch: Batch) -> 
 
 
 def _unless_they_differ(g: jax.Array) -> jax.Array:
-    """The gradient that all shards have, of g [shards, ...]; NaN where they do not agree."""
+    """The gradient that all shards of g [shards, ...] agree on; NaN if they do not."""
     return jnp.where(jnp.abs(g - g[0]).max() <= 1e-3 * jnp.abs(g).max(), g[0], jnp.nan)
 
 
 def _differences(what: str, got: Any, wanted: Any, tolerance: float, scale: float = 0.0) -> Iterator[str]:
-    """scale: the largest of all gradients; of one that is far below, rounding is a large part."""
+    """scale: the largest of all gradients; one far below it has a large rounding error."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     largest = max(np.abs(wanted).max(initial=0.0), 1e-3 * scale, 1e-30)
     difference = np.abs(got - wanted).max(initial=0.0) / largest

@@ -48,7 +48,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 class Program:
-    """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
+    """One config, bound to devices (default: all there are).  device: the first of them; all are alike.
 
     model: a user's block, head or ModelModules, in place of model.module."""
 
@@ -123,8 +123,7 @@ class Program:
         return _shardings(self.abstract_state())
 
     def canonical(self, state: TrainState) -> TrainState:
-        """`state` without padding, in model order, as checkpoints hold it.  Already-canonical leaves are returned as
-        they are."""
+        """`state` without padding, in model order, as checkpoints hold it.  Canonical leaves are returned unchanged."""
         in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
         return _fit(in_order, self.abstract_canonical())
 
@@ -159,7 +158,7 @@ class Program:
         return self._reorder(_fit(canonical, self.abstract_state().params), self.plan.to_stage_order)
 
     def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
-        """`reorder`, jitted, where stages hold the layers in another order than the model's."""
+        """Applies `reorder`, jitted, if stages hold the layers in another order than the model's."""
         return tree if self.plan.chunks == 1 else jax.jit(reorder, out_shardings=_shardings(tree))(tree)
 
     def abstract_batch(self) -> Batch:
@@ -172,7 +171,7 @@ class Program:
         return _shardings(self.abstract_batch())
 
     def repeated_row(self, tokens: np.ndarray, segments: np.ndarray) -> Batch:
-        """Places one microbatch on devices, this row once per shard of the batch: [1, shards, time].  Both [time]."""
+        """Places one microbatch on devices, this row, [time], once per shard of the batch: [1, shards, time]."""
         rows = {"tokens": tokens, "positions": np.arange(len(tokens), dtype=np.int32), "segments": segments}
         rows["token_type_ids"] = np.zeros_like(tokens)
         used, shape = abstract_batch(self.config), (1, self.plan.layout.batch_shards, len(tokens))
@@ -212,14 +211,14 @@ class Program:
         return jax.jit(step, out_shardings=plan.sharding(P()))
 
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """(parameters, gather) inside `plan.shard_map`; gather is for a layer of their stack, in the compute dtype."""
+        """(parameters, gather) inside `plan.shard_map`; gather: a layer of their stack -> weights to compute with."""
         fns = model_fns(self.model, lambda params, x, microbatch: {}, scan=True)
         compute = jnp.dtype(self.config.precision.compute)
         return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The train step, compiled ahead of time.  CompilerError if the compiler refuses it, or an option."""
+        """The train step, compiled ahead of time.  Raises CompilerError if the compiler rejects it, or an option."""
         lowered = self.train_step.lower(self.abstract_state(), self.abstract_batch())
         options = self.xla_options.values
         try:

@@ -15,9 +15,12 @@ OPTIONAL_FIELDS = ("loss_scale", "loss_window")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32, steps done: the position in the data.  params: the master weights, frozen ones included.  opt_state:
-    optax's, of any shape, for those that are trained.  loss_scale: of step/loss_scale.py, or None.  loss_window: of
-    step/guard.py, or None.  Canonical in checkpoints, padded on devices."""
+    """Canonical in checkpoints, padded on devices.
+    step: int32, steps done: the position in the data.
+    params: the master weights, frozen ones included.
+    opt_state: optax's, of any structure, for the trained ones.
+    loss_scale: see step/loss_scale.py; None for none.
+    loss_window: see step/guard.py; None for none."""
 
     step: Any
     params: Tree
@@ -27,12 +30,12 @@ class TrainState:
 
     @property
     def updates(self) -> Any:
-        """int32, steps done less those that were skipped: what the learning rate counts."""
+        """int32, steps done minus those that were skipped: the learning rate counts these."""
         return self.opt_state.count
 
     def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
-        """`f` applied to every tree like the parameters, or like those that are trained: a dict with keys of
-        theirs, as moments in `opt_state` are; `scalar` to every other leaf."""
+        """Applies `f` to every tree like the parameters, or the trained ones (a dict with keys of theirs, such as
+        moments in `opt_state`), and `scalar` to every other leaf."""
 
         def is_params(x: Any) -> bool:
             return isinstance(x, dict) and x.keys() <= self.params.keys()

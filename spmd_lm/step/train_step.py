@@ -1,7 +1,7 @@
 """The train step: an ordinary function of (state, batch), jitted under a Plan; and evaluation, its forward half.
 
-For each microbatch forward, loss and backward, in which ZeRO-2 and 3 scatter gradients; then what is left of the
-gradients' sums, once, and the optimizer's update of each device's own shards.  One body serves every layout."""
+Each microbatch runs forward, loss and backward, in which ZeRO-2 and 3 scatter gradients; then, once, come the rest of
+the gradients' reduction and the optimizer's update of each device's own shards.  One body serves every layout."""
 
 import dataclasses
 import functools
@@ -109,7 +109,7 @@ def make_eval_step(
 
 
 def _alone(block: BlockFn) -> BlockFn:
-    """The block, which evaluates no auxiliary losses."""
+    """The block without its auxiliary losses."""
     return lambda *inputs: (block(*inputs)[0], {})
 
 
@@ -137,7 +137,7 @@ def sum_losses(losses: LossDict) -> jax.Array:
 
 
 def zero_gradients(model: ShardedModel, params: Tree) -> SplitParams:
-    """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
+    """Zeros to accumulate microbatches' gradients in; the widest dtype of the parameters, compute and float32."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
     return jax.tree.map(lambda w: zeros_like_gradient(w, dtype), model.grad_argument)
 
@@ -150,7 +150,7 @@ def model_fns(
     allocated: bool = False,
 ) -> ModelFns:
     """`model` as a step runs it.  head(params, x, microbatch): runs after the last block.  scan: whether layers run in
-    a loop: outside of training always, because it compiles faster, and forward saves nothing.  allocated: see
+    a scan: outside of training always, because it compiles faster, and forward saves nothing.  allocated: see
     LayersLoop."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
     loop = LayersLoop(scan, layers_per_weight, model.remat.layers_per_remat_block, allocated)
@@ -179,7 +179,7 @@ def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batc
 
 
 def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
-    """The weight of the global batch for each loss, which is a mean over it."""
+    """The total weight of the global batch for each loss; 1 where that is 0."""
     dtype = jnp.promote_types(compute, jnp.float32)
     weights = model.loss_weights(batch)
     totals = plan.psum_batch({name: partial_sum(w.astype(dtype)) for name, w in weights.items()})
