@@ -2,7 +2,7 @@
 
 STEP            a complete checkpoint, renamed to this name
 STEP.saving     a save in progress, or one that was killed
-STEP.deleting   one of the oldest, on its way out
+STEP.deleting   an old checkpoint, being deleted
 STEP.corrupt    a damaged checkpoint, which training moved aside
 STEP.foreign    another file or directory that was in the way of a checkpoint"""
 
@@ -17,7 +17,7 @@ from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
 
-BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's suffix, before all processes have written
+BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's suffix until all processes have written
 
 
 def entries(directory: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def is_checkpoint(path: Path) -> bool:
         return not {RECORD_FILE, "state"}.isdisjoint(os.listdir(path))
     except OSError as error:
         nothing = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-        return error.errno not in nothing  # reading it will tell why it cannot be read
+        return error.errno not in nothing  # reading it reports why
 
 
 def foreign_names(directory: Path) -> list[str]:

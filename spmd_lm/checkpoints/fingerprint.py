@@ -46,8 +46,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The fingerprint of `x`, and whether all its numbers are finite.  One reduction for all three: XLA's CPU compiler
-    takes as long, or longer, for each alone."""
+    """The fingerprint of `x`, and whether all its numbers are finite.  One reduction for all three: for each alone,
+    XLA's CPU compiler takes as long, or longer."""
     word = words(x)
     position = positions(word.shape)
     mixed = (word ^ (position * jnp.uint32(GOLDEN))) * jnp.uint32(MURMUR_1)

@@ -20,7 +20,7 @@ def task_metrics(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]]
     multiple_choice   {"choices": [R]}: eval_loss, eval_accuracy
     span              {"spans": [R, T, 2]}, start and end logits: eval_loss, eval_exact_match, eval_f1
 
-    Losses are means in nats.  A span's is the mean of its start's and its end's, over features."""
+    Losses are means in nats.  A span's loss is the mean of its start's and its end's, over features."""
     assert len(outputs) == len(loader)
     (name,) = outputs[0]
     logits = np.concatenate([np.asarray(output[name], np.float64) for output in outputs])
