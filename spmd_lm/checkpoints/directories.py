@@ -32,7 +32,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a checkpoint's directory name stands for; None for other names."""
+    """The step in a checkpoint's directory name; None for other names."""
     step = parse_count(name)
     return step if str(step) == name else None
 
@@ -83,7 +83,7 @@ def delete(path: Path) -> str:
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:  # a link alone, not what it leads to
+        else:  # only a link, not its target
             path.unlink()
     except OSError as error:
         return f"{error.filename or path} cannot be deleted: {error.strerror}. It takes room on the disk."

@@ -70,7 +70,7 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
                 record = read_record(path)
             except DamagedCheckpointError as damage:
                 return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{damage.what}")
-            except CheckpointError as error:  # of another version
+            except CheckpointError as error:  # from another version
                 return _report(checkpoints, step, UNCOMMITTED, problem=str(error).rstrip("."))
             found = file_sizes(path)
             files += [

@@ -14,7 +14,7 @@ def part_directories(local: str, run_id: str | None = None) -> list[Path]:
 
 
 def num_parts(directory: Path) -> int:
-    """The number of processes of the job that saved there; 0 if it is no such directory."""
+    """The number of processes of the job that saved there; 0 for any other directory."""
     number = directory.name.rpartition("-of-")[2]
     return int(number) if number.isdecimal() else 0
 

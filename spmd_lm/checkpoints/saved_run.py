@@ -54,7 +54,7 @@ def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Che
 def newest_readable(
     checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool, attempts: int = 5
 ) -> Result:
-    """Result of `read` for the newest step; with fallback, the newest undamaged.  CheckpointError if there is none.
+    """Result of `read` for the newest step; with fallback, the newest undamaged.  Raises CheckpointError if none.
     attempts: retries when a running job deletes it."""
     steps = sorted(set.intersection(*map(set, allgather_objects("steps", checkpoints.steps()))))
     if not steps:

@@ -87,7 +87,7 @@ def write_result(arguments: Arguments, result: Any, text: str) -> int:
 
 
 def write_text(text: str, path: str = "-") -> None:
-    """Writes to a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is no error."""
+    """Writes to a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is not an error."""
     try:
         if path == "-":
             print(text, flush=True)

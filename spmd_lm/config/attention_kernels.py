@@ -20,7 +20,7 @@ class FusedKernel:
 
     name: str
     platform: str
-    dtypes: tuple[str, ...] = get_args(Dtype)  # of queries, keys and values
+    dtypes: tuple[str, ...] = get_args(Dtype)  # for queries, keys and values
     not_on: tuple[str, ...] = ()  # lower-case prefixes of jax's device_kind, for devices too old for it
     head_multiple: int = 1
     max_head_width: int | None = None

@@ -354,7 +354,7 @@ def profiled_steps_are_taken(train: Train) -> Problems:
             yield use(problem, f"train.profile={{steps: [{first}, {min(max(first, last), train.steps)}]}}")
 
 
-MAX_ELEMENTS = 2**60  # of one array: XLA counts its bytes in 63 bits
+MAX_ELEMENTS = 2**60  # per array: XLA counts its bytes in 63 bits
 
 
 @layout_checks.for_each_kind

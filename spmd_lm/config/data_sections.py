@@ -90,7 +90,7 @@ class Task(Data):
 
 
 class Instructions(Data):
-    """Conversations, or prompts with their completions, in .jsonl files; a model trains on the answers alone."""
+    """Conversations, or prompts with their completions, in .jsonl files; only the answers are trained on."""
 
     source: Literal["instructions"]
     path: str | list[str]  # training conversations; files, globs or directories

@@ -364,7 +364,7 @@ def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:  # valu
 
 
 def _sections(tree: dict) -> dict[str, Any]:
-    """`tree` with an empty section for each null: the value of a section whose keys are all commented out."""
+    """`tree` with {} for each null section: YAML reads null if all keys are commented out."""
     return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
 
 

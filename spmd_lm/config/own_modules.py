@@ -16,7 +16,7 @@ from spmd_lm.files import elsewhere, read_bytes, write_atomically
 
 MODULES_DIR = "modules"  # the copies in a run's directory
 
-MAX_SOURCE_BYTES = 2**20  # of a module
+MAX_SOURCE_BYTES = 2**20  # per module
 HASH_DIGITS = 16  # of a file's SHA-256, in hex
 
 

@@ -349,7 +349,7 @@ class Watchdog(Section):
 class Train(Section):
     steps: Count  # updates
     batch: Count  # sequences per step, over all devices
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of parameters, data order and dropout (one word of its key)
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # seed of parameters, data order and dropout (one word of its key)
     log_every: Count = 10  # steps per line of metrics.jsonl
     eval_every: CountOrZero = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task evaluates on all its examples

@@ -18,8 +18,8 @@ CORE_SCHEMA = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "null": r"~|null|Null|NULL|",
 }
-MAX_NODES = 20_000  # of a document; the longest configuration shipped has 60
-MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
+MAX_NODES = 20_000  # per document; the longest configuration shipped has 60
+MAX_DIGITS = 18  # per whole number: fits 64 bits, and is more than any key needs
 
 
 class YamlLoader(yaml.SafeLoader):

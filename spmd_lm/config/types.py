@@ -19,7 +19,7 @@ DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # kept values are divided
 
 
 def valid_text(text: str) -> str:
-    """Checks that a text has no NUL, is UTF-8, and is no remote address."""
+    """Checks that a text has no NUL, is UTF-8, and is not a remote address."""
     if "\0" in text:
         raise PydanticCustomError("text_nul", "expected text without NUL characters")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are not UTF-8

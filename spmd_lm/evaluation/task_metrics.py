@@ -125,7 +125,7 @@ def best_span(start_logits_N: np.ndarray, end_logits_N: np.ndarray, max_answer_l
     max_answer_length = min(max_answer_length, n)
     padded = np.concatenate([end_logits_N, np.full(max_answer_length - 1, -np.inf)])
     end_logits_NL = np.lib.stride_tricks.sliding_window_view(padded, max_answer_length)
-    length_N = end_logits_NL.argmax(axis=1)  # of the best span from each start, minus 1
+    length_N = end_logits_NL.argmax(axis=1)  # best span's from each start, minus 1
     scores_N = start_logits_N + end_logits_NL[np.arange(n), length_N]
     start = int(scores_N.argmax())
     return float(scores_N[start]), start, start + int(length_N[start])

@@ -114,7 +114,7 @@ def read_shards(splits: list[ShardedTokens], tokenizer: Tokenizer) -> SplitText:
     read = (split.read(np.zeros(1, np.int64), split.size)[0] for split in splits)
     tokens = np.concatenate([np.empty(0, np.int32), *read])
     headers = [shard.header for split in splits for shard in split.shards]
-    if all(header.tokenizer for header in headers):  # Megatron-LM's files do not say
+    if all(header.tokenizer for header in headers):  # Megatron-LM's files do not record it
         return SplitText(tokens, sum(header.text_bytes for header in headers))
     return SplitText(tokens, count_bytes(tokenizer, tokens))
 
