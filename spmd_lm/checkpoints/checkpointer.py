@@ -1,9 +1,8 @@
 """Checkpoints: the canonical state after a step and what is needed to resume from it, written and verified.
 
 Orbax, which writes the arrays, does not report a failed background save unless somebody waits for it, and does not
-verify what it reads.  So every save is followed up between steps; a checkpoint counts once its record is written, which
-holds a fingerprint of every array, taken on the devices before the save; and restored arrays are compared with it (ADR
-0017)."""
+verify what it reads.  So every save is polled between steps; a checkpoint counts once its record is written, with a
+fingerprint of every array, taken on the devices before the save; restored arrays are compared with it (ADR 0017)."""
 
 import dataclasses
 import os
@@ -69,11 +68,11 @@ Config = dict[str, Any]  # a RunConfig as JSON
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "", rules: int = RULES) -> Meta:
-    """The metadata of a checkpoint: resolved config, position in the data, and versions.  A run adds the step's
-    `figures`.
+    """The metadata of a checkpoint: resolved config, position in the data, and versions.  A run adds `start`,
+    `devices` and the step's `figures`.
 
     vocabulary: its hash; '' if there is none, or the run keeps its file.
-    rules: of documents to tokens."""
+    rules: version of the rules that turn documents into tokens."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
     data = {"samples": num_samples, "fingerprint": fingerprint, "vocabulary": vocabulary, "rules": rules}
@@ -136,7 +135,7 @@ class Checkpointer:
             return False
         try:
             saved_by = read_record(path).run_id
-        except (CheckpointError, OSError):  # reading it will tell
+        except (CheckpointError, OSError):  # reported when it is read
             return True
         if self.run_id in ("", saved_by):
             return True
@@ -149,7 +148,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def record(self, step: int) -> CheckpointRecord:
-        """Raises DamagedCheckpointError if the record, or the size of a file, is wrong on a second attempt too."""
+        """The record of `step`.  Raises DamagedCheckpointError if it, or the size of a file, is wrong twice."""
         with suppress(DamagedCheckpointError):
             return self._read_record(step)
         return self._read_record(step)
@@ -161,7 +160,7 @@ class Checkpointer:
         return record
 
     def agreed_record(self, step: int) -> CheckpointRecord:
-        """`record`, in all processes of the job or in none."""
+        """`record`, which raises in all processes of the job or in none."""
         record, problem = None, ""
         try:
             record = self.record(step)
@@ -179,14 +178,14 @@ class Checkpointer:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`.
 
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
-        DamagedCheckpointError, naming leaves or files, if a second attempt to read fails too.  Of the OPTIONAL_FIELDS
-        an extra one is not read, and a missing one becomes None.  Moments of newly frozen parameters are not read, and
-        those of newly trained ones are left out; both are logged."""
+        DamagedCheckpointError, naming leaves or files, if a second attempt to read fails too.  Extra
+        OPTIONAL_FIELDS are not read, and missing ones become None.  Moments of newly frozen parameters are not read,
+        and those of newly trained ones are left out; both are logged."""
         fields = self._restore_fields(step, present_fields(abstract_state))
         return fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
-        """The parameters of `step` alone, a third of the state."""
+        """Only the parameters of `step`, a third of an AdamW state."""
         return self._restore_fields(step, {"params": abstract_params}, partial=True)["params"]
 
     def param_shapes(self, step: int) -> Shapes:
@@ -241,8 +240,8 @@ class Checkpointer:
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Waits up to `seconds` for the save in progress and commits it; returns the step of the last committed save.
-        Called between steps, to surface a failed save: CheckpointError.  In a job of one process, a save that was
-        removed while it was written is logged, and is an error only at the end: the next one may succeed."""
+        Called between steps to surface a failed save, as CheckpointError.  In a job of one process, a save that was
+        removed while it was written is only logged, until the end: the next one may succeed."""
         if (saving := self._saving) is None:
             return self._saved_step
         if not futures.wait([saving.ended], seconds).done:
@@ -264,7 +263,7 @@ class Checkpointer:
         return self._saved_step
 
     def close(self) -> None:
-        """Waits, as `wait` does, also for deletions.  Raises CheckpointError if the last save did not succeed."""
+        """Waits like `wait`, and for deletions.  Raises CheckpointError if the last save did not succeed."""
         self.wait()
         self._finish_deletions()
         if self._removed:
@@ -366,7 +365,7 @@ class Checkpointer:
         return dict.fromkeys(fields) | loaded
 
     def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree]) -> dict[str, Tree]:
-        """Retries once after damage: the fault may be a reader's, or one process's alone."""
+        """Loads arrays; retries once after damage, which may be a fault in reading, or in one process alone."""
         step, path = record.step, self.path(record.step)
         for attempt in (1, 2):
             loaded, problem = {}, ""
@@ -375,7 +374,7 @@ class Checkpointer:
                     loaded = self.storage.load(path, abstract_fields)
             except DamagedCheckpointError as damage:
                 problem = damage.what
-            problem = first_problem(f"load {step} {attempt}", problem)  # comparing takes all
+            problem = first_problem(f"load {step} {attempt}", problem)  # comparing takes all processes
             if self._options.verify and not problem:
                 problem = self._difference(record, loaded)
             if not problem:
@@ -385,7 +384,7 @@ class Checkpointer:
         raise DamagedCheckpointError(path, problem)
 
     def _difference(self, record: CheckpointRecord, loaded: dict[str, Tree]) -> str:
-        """The leaves that differ from what was saved, in a sentence; '' if none do."""
+        """A sentence naming the leaves that differ from what was saved; '' if all are equal."""
         found, _ = fingerprints(loaded)
         wrong = [name for name, value in found.items() if value != record.leaves[name].fingerprint]
         return f"{abbreviate(wrong)}: not the bits that were saved" if wrong else ""
@@ -396,7 +395,7 @@ class Checkpointer:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[Path]:
-        """Distinguishes damage from other failures to read."""
+        """Raises DamagedCheckpointError for damage, CheckpointError for other failures to read."""
         path = self.path(step)
         try:
             yield path
@@ -423,7 +422,7 @@ class Checkpointer:
 
 
 def first_problem(subject: str, problem: str) -> str:
-    """A problem of any process of the job, or ''."""
+    """The first problem in any process of the job, or ''."""
     return next(filter(None, allgather_objects(subject, problem)), "")
 
 

@@ -8,7 +8,7 @@ import jax
 from spmd_lm.files import walk_files
 
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
-"""Words in errors that say nothing about the files: TensorStore's have no errno; XLA's concern a device or a
+"""Words in errors that do not concern the files: TensorStore's, which lack an errno, and XLA's about a device or a
 collective."""
 
 

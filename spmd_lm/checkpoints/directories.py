@@ -2,7 +2,7 @@
 
 STEP            a complete checkpoint, renamed to this name
 STEP.saving     a save in progress, or one that was killed
-STEP.deleting   one of the oldest, on its way out
+STEP.deleting   an old checkpoint, being deleted
 STEP.corrupt    a damaged checkpoint, which training moved aside
 STEP.foreign    another file or directory that was in the way of a checkpoint"""
 
@@ -17,7 +17,7 @@ from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
 
-BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's suffix, before all processes have written
+BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's suffix until all processes have written
 
 
 def entries(directory: Path) -> list[Path]:
@@ -32,7 +32,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a checkpoint's directory name stands for; None for other names."""
+    """The step in a checkpoint's directory name; None for other names."""
     step = parse_count(name)
     return step if str(step) == name else None
 
@@ -43,7 +43,7 @@ def is_checkpoint(path: Path) -> bool:
         return not {RECORD_FILE, "state"}.isdisjoint(os.listdir(path))
     except OSError as error:
         nothing = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-        return error.errno not in nothing  # reading it will tell why it cannot be read
+        return error.errno not in nothing  # reading it reports why
 
 
 def foreign_names(directory: Path) -> list[str]:
@@ -83,7 +83,7 @@ def delete(path: Path) -> str:
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:  # a link alone, not what it leads to
+        else:  # only a link, not its target
             path.unlink()
     except OSError as error:
         return f"{error.filename or path} cannot be deleted: {error.strerror}. It takes room on the disk."

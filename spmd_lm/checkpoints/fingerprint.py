@@ -46,8 +46,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The fingerprint of `x`, and whether all its numbers are finite.  One reduction for all three: XLA's CPU compiler
-    takes as long, or longer, for each alone."""
+    """The fingerprint of `x`, and True if all its numbers are finite.  One reduction for all three: for each alone,
+    XLA's CPU compiler takes as long, or longer."""
     word = words(x)
     position = positions(word.shape)
     mixed = (word ^ (position * jnp.uint32(GOLDEN))) * jnp.uint32(MURMUR_1)
@@ -65,7 +65,7 @@ def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
-    """Fingerprints of all leaves, 16 hexadecimal digits by path; and whether all numbers are finite.  One pass over the
+    """Fingerprints of all leaves, 16 hexadecimal digits by path; and True if all numbers are finite.  One pass over the
     arrays, on their devices; every process gets the same result."""
     measured = jax.device_get({path: measure(leaf) for path, leaf in leaves_by_path(tree).items()})
     prints = {path: "".join(f"{int(number):08x}" for number in mixed) for path, (mixed, _) in measured.items()}

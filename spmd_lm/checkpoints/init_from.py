@@ -1,4 +1,4 @@
-"""Warm start: a run's first state from another run's parameters, with parameters that it lacks initialized."""
+"""Warm start: a run's first state from another run's parameters; those that it lacks are initialized."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ POSITIONS = "embedding.positions"  # a table whose first rows serve a run with a
 
 
 class PretrainedRun:
-    """The newest checkpoint of another run, and the parameters that a program reuses from it: all outside the head;
-    within it, all under the same kind of objective, else SHARED_HEAD, if shapes match."""
+    """The newest checkpoint of another run, and the parameters that a program reuses from it: all outside the head, and
+    of the head all if the objective is of the same kind, else SHARED_HEAD; shapes must match."""
 
     def __init__(self, program: Program, directory: Path, fallback: bool = False, step: int | None = None):
         """Reads the parameters.
@@ -65,7 +65,7 @@ class PretrainedRun:
             )
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
-        self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
+        self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # shapes of all its parameters, by path
         modules = (saved["objective"].get("module"), config.objective.module)
         same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
         self.same_objective = saved["objective"]["kind"] == config.objective.kind and same_module
@@ -88,7 +88,7 @@ class PretrainedRun:
         return self._coded(step, abstract, own)
 
     def _coded(self, step: int, abstract: Shapes, own: Shapes) -> dict[str, jax.Array]:
-        """Reads and codes the parameters, one after the other.  own: as in a run without codes."""
+        """Reads and quantizes the parameters, one at a time.  own: as in a run without quantization."""
         kind, matrices, params = self.program.config.adapter.base, self.program.model.matrices, {}
         like = leaves_by_path(self.program.abstract_canonical().params)
         for path, leaf in abstract.items():
@@ -130,7 +130,7 @@ class PretrainedRun:
 
 
 def _without_codes(program: Program) -> Program:
-    """The program of the run with a base that is not quantized."""
+    """The run's program, with a base that is not quantized."""
     adapter = program.config.adapter.model_copy(update={"base": "none"})
     config = program.config.model_copy(update={"adapter": adapter})
     return Program(config, [*program.plan.mesh.devices.flat], program.model.modules)

@@ -26,7 +26,7 @@ INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
 
 
 def open_saved(run: Path) -> Checkpointer:
-    """Raises ConfigError if `run` is not a run that has saved."""
+    """The checkpoints of `run`.  Raises ConfigError if it is not a run that has saved."""
     if not entries(run / "checkpoints") and not os.path.isdir(run / "checkpoints"):
         what = "it has no directory checkpoints/" if os.path.exists(run) else "no such run"
         name, _, step = str(run).rpartition("@")
@@ -70,7 +70,7 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
                 record = read_record(path)
             except DamagedCheckpointError as damage:
                 return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{damage.what}")
-            except CheckpointError as error:  # of another version
+            except CheckpointError as error:  # from another version
                 return _report(checkpoints, step, UNCOMMITTED, problem=str(error).rstrip("."))
             found = file_sizes(path)
             files += [
@@ -143,7 +143,7 @@ def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
 
 
 def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
-    """Parses RUN@STEP, or RUN for its newest."""
+    """Parses RUN@STEP, or RUN for its newest step."""
     run, at, step = text.rpartition("@")
     checkpoints = open_saved(Path(run if at else text))
     if at and parse_count(step) is None:
@@ -152,7 +152,7 @@ def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
 
 
 def require_step(checkpoints: Checkpointer, step: int | None) -> int:
-    """`step`, or the newest.  Raises CheckpointError if there is none."""
+    """`step`, or the newest if None.  Raises CheckpointError if it does not exist."""
     steps = checkpoints.steps()
     if not steps or step not in (None, *steps):
         there = f"there are {steps}" if steps else "there is none"
@@ -161,7 +161,7 @@ def require_step(checkpoints: Checkpointer, step: int | None) -> int:
 
 
 def allow_64_bits(record: CheckpointRecord) -> None:
-    """Enables 64-bit types in jax, which would otherwise read such leaves as 32 bits."""
+    """Enables 64-bit types in jax, which would otherwise read such leaves in 32 bits."""
     if any(leaf.dtype.endswith("64") for leaf in record.leaves.values()):
         jax.config.update("jax_enable_x64", True)
 

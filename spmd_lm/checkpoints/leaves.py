@@ -66,8 +66,8 @@ def moment_of(path: str) -> str:
 
 
 def changed_moments(saved: Shapes, expected: Shapes) -> tuple[list[str], list[str]]:
-    """(new, unread): parameters unfrozen since `saved`, with moments only in `expected`; and frozen since, only in
-    `saved`.  Both empty if the optimizers keep different moments, or if a state has only some of a parameter's."""
+    """(new, unread): parameters unfrozen since `saved`, with moments only in `expected`; and parameters frozen since,
+    only in `saved`.  Both empty if the optimizers keep different moments, or a state has only some of a parameter's."""
     parameters = {path.removeprefix("params.") for path in saved.keys() & expected.keys() if path.startswith("params.")}
     then, now = ([path for path in shapes if moment_of(path) in parameters] for shapes in (saved, expected))
     trees, others = ({path.removesuffix(moment_of(path)) for path in each} for each in (then, now))

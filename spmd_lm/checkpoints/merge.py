@@ -30,7 +30,7 @@ COMPARED_TOKENS = 128
 
 
 def merged_config(config: RunConfig, directory: Path) -> RunConfig:
-    """The run in `directory` of the merged model: to evaluate, generate, export or train."""
+    """The configuration of the merged model's run in `directory`: to evaluate, generate, export or train."""
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
     precision = config.precision.model_copy(update={"frozen": None})
     optim = config.optim.model_copy(update={"freeze": ""})
@@ -39,8 +39,8 @@ def merged_config(config: RunConfig, directory: Path) -> RunConfig:
 
 
 def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
-    """Parameters of the model without adapters and quantization, by path, from this model's; computed in at least
-    float32, one matrix at a time, with their shardings."""
+    """This model's parameters by path, with adapters merged and quantization undone; computed in at least float32, one
+    matrix at a time, with their shardings."""
     adapters, result = dict(model.adapters), dict[str, jax.Array]()
     for path, x in params.items():
         matrix, _, key = path.rpartition(".")
@@ -67,7 +67,7 @@ def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.
 
 @functools.partial(jax.jit, static_argnums=2)
 def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | Scaling) -> jax.Array:
-    """Stacked matrices with their adapters, whose arrays are `stored`."""
+    """Stacked matrices with their adapters merged.  stored: the adapters' arrays."""
     stack, stored = jax.tree.map(upcast, (stack, stored))
 
     def entries(matrix: jax.Array, stored: dict[str, jax.Array]) -> jax.Array:
@@ -80,12 +80,12 @@ def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | 
 
 
 def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[str, Any]:
-    """Creates `target`, a run of the merged model at step 0; returns its `directory`, the `step` and number of
-    `adapters`, and
-    `moved`: the largest change of a logit, relative to the largest logit.  fallback: as for `restore_run`.
+    """Creates `target`, a run of the merged model at step 0.  Returns its `directory`, the merged `step`, the number of
+    `adapters`, and `moved`, the largest change of a logit relative to the largest logit.
+    fallback: as for `restore_run`.
 
     Raises ConfigError for a run without adapters, and if `target` is not empty or cannot be written; CheckpointError
-    without a checkpoint, or its base; NonFiniteError where logits are NaN."""
+    if the checkpoint or its base is missing; NonFiniteError if logits are NaN."""
     require_single_process("merge")
     require_absent_or_empty(target)
     if config.adapter.kind == "none":

@@ -1,4 +1,4 @@
-"""A run whose first checkpoint has given parameters: imported, or merged."""
+"""Writes a run whose first checkpoint holds given parameters, imported or merged."""
 
 import shutil
 from contextlib import closing

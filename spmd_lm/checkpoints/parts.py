@@ -8,13 +8,13 @@ def part_directory(local: str, run_id: str, process: int, processes: int) -> Pat
 
 
 def part_directories(local: str, run_id: str | None = None) -> list[Path]:
-    """The parts on this host, for jobs of any size; of all runs, unless one is named."""
+    """The parts on this host, of jobs of any size; of all runs unless one is given."""
     runs = [_root(local) / run_id] if run_id is not None else _root(local).glob("*")
     return sorted(part for run in runs for part in run.glob("*-of-*"))
 
 
 def num_parts(directory: Path) -> int:
-    """The number of processes of the job that saved there; 0 for another directory."""
+    """The number of processes of the job that saved there; 0 for any other directory."""
     number = directory.name.rpartition("-of-")[2]
     return int(number) if number.isdecimal() else 0
 

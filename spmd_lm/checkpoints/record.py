@@ -19,7 +19,7 @@ from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import RunId
 
 RECORD_FILE = "record.json"
-MAX_RECORD_BYTES = 2**26  # a thousand arrays in ten thousand files have 1 MB
+MAX_RECORD_BYTES = 2**26  # a thousand arrays in ten thousand files take 1 MB
 
 Meta = dict[str, Any]  # JSON: config, data, versions
 
@@ -33,7 +33,7 @@ class SavedLeaf(BaseModel):
 
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=32)]  # canonical
     dtype: Annotated[str, Field(pattern=r"^(bool|(u?int|float)(8|16|32|64)|bfloat16)$")]
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # of checkpoints/fingerprint.py
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # by checkpoints/fingerprint.py
 
     @property
     def size(self) -> int:
@@ -84,8 +84,8 @@ class CheckpointRecord(BaseModel):
 
 
 def read_record(directory: Path) -> CheckpointRecord:
-    """The record of the checkpoint in `directory`/STEP.  Raises DamagedCheckpointError if it is missing or was changed,
-    CheckpointError if it is intact but of another version, and OSError if it cannot be read."""
+    """The record of the checkpoint in `directory`, named STEP.  Raises DamagedCheckpointError if it is missing, changed
+    or of another step, CheckpointError if it is intact but of another version, and OSError if it cannot be read."""
     path = directory / RECORD_FILE
     try:
         line, _, rest = read_bytes(path, MAX_RECORD_BYTES).partition(b"\n")
@@ -94,7 +94,7 @@ def read_record(directory: Path) -> CheckpointRecord:
         record = CheckpointRecord(**parse_json(line))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
-    except ValidationError as error:  # its digest is right
+    except ValidationError as error:  # the digest is right
         fault = error.errors()[0]
         where = f"{'.'.join(map(str, fault['loc'])):.100}: {fault['msg']}"
         what = f"{path} is not a record of this version of spmd_lm ({where}). Nothing was changed"

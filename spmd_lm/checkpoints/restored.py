@@ -1,7 +1,7 @@
 """Restores a state, including the base of a run with adapters, which its checkpoint does not hold.
 
 The base is the frozen parameters before the first step.  Checkpoints record its origin and fingerprint, so many
-adapters share one base, and none is used with another."""
+adapters can share one base, and none is used with a different one."""
 
 import dataclasses
 import hashlib
@@ -35,13 +35,13 @@ BASE_KEY = "base"  # in a checkpoint's meta
 class SavedBase(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    directory: str  # of its run; '' for parameters that were drawn
+    directory: str  # of its run; '' if it was initialized from train.seed
     step: Annotated[int, Field(ge=0)]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
     @classmethod
     def of(cls, meta: Meta, run: Path) -> Self:
-        """Raises CheckpointError if the meta of this run's checkpoint has none."""
+        """The base in the meta of this run's checkpoint.  Raises CheckpointError if it has none."""
         try:
             return cls.model_validate(meta.get(BASE_KEY))
         except ValidationError:
@@ -52,7 +52,7 @@ class SavedBase(BaseModel):
 def meta_of_base(
     saved: Meta, program: Program, pretrained: PretrainedRun | None, make_params: Callable[[], Tree]
 ) -> Meta:
-    """A checkpoint's metadata of the base; {} for a run without adapters.
+    """A checkpoint's metadata about its base; {} for a run without adapters.
 
     saved: the meta that the run resumes from.
     make_params: returns the canonical parameters, perhaps a copy; called only for a new base."""
@@ -66,7 +66,7 @@ def meta_of_base(
 
 
 def restore_state(checkpoints: Checkpointer, step: int, program: Program) -> TrainState:
-    """The canonical state of `step`.  Raises as Checkpointer.restore does, and CheckpointError without its base."""
+    """The canonical state of `step`.  Raises like Checkpointer.restore, and CheckpointError if its base is missing."""
     state = checkpoints.restore(step, program.saved_part(program.abstract_canonical()))
     return dataclasses.replace(state, params=_with_base(state.params, checkpoints.agreed_record(step).meta, program))
 
@@ -125,7 +125,7 @@ def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
 
 
 def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
-    """The base's run: run.init_from, or its path when the run began; None if the base was drawn."""
+    """The base's run: run.init_from, or its path when the run began; None if the base was initialized."""
     given = config.run.init_from and Path(config.run.init_from).expanduser()
     if not saved.directory:
         if given:

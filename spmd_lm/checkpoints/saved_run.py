@@ -27,7 +27,7 @@ from spmd_lm.runtime.processes import allgather_objects
 
 Result = TypeVar("Result")
 
-# Sections and keys that define the model: where they differ, a saved state is meaningless.
+# Sections and keys that define the model: if they differ, a saved state is meaningless.
 MODEL_KEYS = ("model", "objective", "precision.params", "precision.frozen", "adapter")
 
 # Keys among them that define how a layer is computed and regularized; they leave the meaning of the arrays unchanged.
@@ -54,8 +54,8 @@ def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Che
 def newest_readable(
     checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool, attempts: int = 5
 ) -> Result:
-    """Result of `read` for the newest step; with fallback, the newest undamaged.  CheckpointError if there is none.
-    attempts: retries if a running job deletes it."""
+    """Result of `read` for the newest step; with fallback, the newest undamaged.  Raises CheckpointError if none.
+    attempts: retries when a running job deletes it."""
     steps = sorted(set.intersection(*map(set, allgather_objects("steps", checkpoints.steps()))))
     if not steps:
         damaged = describe_damage(checkpoints.directory)
@@ -163,7 +163,7 @@ def checked_meta(checkpoints: Checkpointer, step: int) -> Meta:
 
 
 def rules_of(meta: Meta | None) -> int:
-    """Version of the document rules in a checkpoint that has read data; else today's."""
+    """Version of the document rules in the meta, if its run has read data; else today's."""
     return meta["data"].get("rules", 1) if meta and meta["data"]["samples"] else RULES
 
 
@@ -174,7 +174,7 @@ def load_run_data(config: RunConfig) -> Dataset:
 
 
 def make_run_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer of `load_run_data`, without its data."""
+    """The tokenizer of `load_run_data`, without loading its data."""
     return fitting_tokenizer(data_of_run(config), config.model.vocab, _rules_of_run(config))
 
 
@@ -182,14 +182,14 @@ def _rules_of_run(config: RunConfig) -> int:
     """The rules of the newest readable checkpoint; today's if there is none."""
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
     for step in reversed(checkpoints.steps()):
-        with suppress(CheckpointError):  # opening the run tells
+        with suppress(CheckpointError):  # opening the run reports it
             return rules_of(checkpoints.meta(step))
     return RULES
 
 
 def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:
-    """A message if the data changed since the checkpoint; DataError instead, unless data.allow_change.  Nothing if no
-    data was read, as after import.  fingerprint, name: of today's data."""
+    """A message if the data changed since the checkpoint; DataError instead, unless data.allow_change.  [] if no data
+    was read, as after import.  fingerprint, name: today's data's."""
     saved = meta["data"]["fingerprint"]
     if not meta["data"]["samples"] or saved == fingerprint:
         return []
@@ -214,8 +214,8 @@ def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:
-    """A line about each key that differs."""
-    with suppress(ValidationError):  # keys newer than `saved` are at their defaults, unless today's schema refuses it
+    """A line for each key that differs."""
+    with suppress(ValidationError):  # keys newer than `saved` get defaults, unless today's schema refuses it
         saved = RunConfig.model_validate(saved).model_dump(by_alias=True)
     old, new = flatten_dict(saved, sep="."), flatten_dict(config, sep=".")
     old_values, new_values = _meant(old), _meant(new)

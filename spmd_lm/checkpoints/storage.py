@@ -61,12 +61,12 @@ class OrbaxStorage:
 
 class ShardStorage:
     """The local shards of the arrays, each once, in a safetensors file, as bytes because safetensors lacks some of
-    jax's dtypes.  For another layout, the available parts are joined."""
+    jax's dtypes.  For another layout, arrays are assembled from the available parts."""
 
     shared = False
 
     def __init__(self, all_parts: bool = False):
-        self._all_parts = all_parts  # also of other processes, if they are on this host
+        self._all_parts = all_parts  # read parts of other processes too, if on this host
 
     def save(self, path: Path, fields: Fields) -> Response:
         shutil.rmtree(path, ignore_errors=True)
@@ -97,14 +97,14 @@ class ShardStorage:
 
 class ShardReader:
     def __init__(self, files: list[Any]):
-        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path; the file with each part
+        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path: the file of each part
         for file in files:
             for key in file.keys():  # noqa: SIM118
                 name, _, bounds = key.partition("|")
                 self._parts.setdefault(name, {}).setdefault(_parse(bounds), file)
 
     def read(self, name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
-        """leaf[index].  Raises KeyError if a number is in none of the parts."""
+        """leaf[index].  Raises KeyError if an element is in no part."""
         wanted, parts = _bounds(index or (), leaf.shape), self._parts.get(name, {})
         if wanted in parts:
             return self._read_part(name, wanted, leaf.dtype)

@@ -20,15 +20,15 @@ from spmd_lm.runtime.processes import allgather_objects
 
 
 class Tiers:
-    """log: prints messages for the user."""
+    """The durable and the local checkpoints of a run.  log: prints messages for the user."""
 
     def __init__(self, directory: Path, options: CheckpointOptions, log: Callable[[str], None]):
         self.durable = Checkpointer(directory, options, log=log)
-        self.local: Checkpointer | None = None  # until `open`
+        self.local: Checkpointer | None = None  # set by `open`
         self._options, self._log = options, log
 
     def open(self, run_id: str) -> None:
-        """Restricts to the checkpoints of this run.  Raises ConfigError if no local ones can be written."""
+        """Restricts both tiers to this run's checkpoints.  Raises ConfigError if no local ones can be written."""
         self.durable.run_id = run_id
         if self.local or self._options.local is None:
             return
@@ -51,13 +51,13 @@ class Tiers:
         self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
 
     def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:
-        """The newest local step that all processes of the job have."""
+        """The newest usable local step that all processes of the job have."""
         local, usable = self.local, []
         if local is None:
             return None
         intact = local.intact_steps()
         for step in intact:
-            with suppress(CheckpointError):  # it was removed just now
+            with suppress(CheckpointError):  # removed meanwhile
                 if is_usable(step, local.meta(step)):
                     usable.append(step)
         damaged = [str(local.path(step)) for step in local.steps() if step not in intact]
@@ -124,12 +124,12 @@ class Tiers:
         try:
             self.durable.close()
         finally:
-            with suppress(CheckpointError):  # the run has ended; it resumes from what counts
+            with suppress(CheckpointError):  # the run has ended; it will resume from complete ones
                 if self.local:
                     self.local.close()
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
-        """Quarantines in the damaged tier."""
+        """Quarantines the checkpoint in its tier."""
         in_local = self.local is not None and damage.directory.parent == self.local.directory
         tier = self.local if in_local else self.durable
         assert tier is not None

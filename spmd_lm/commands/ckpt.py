@@ -11,7 +11,7 @@ from spmd_lm.runtime.devices import use_cpu_alone
 
 
 def run(arguments: Arguments) -> int:
-    """Writes only its result."""
+    """Runs the action, which writes nothing but its result."""
     check_json(arguments)
     if arguments.ACTION not in ACTIONS:
         raise ConfigError(f"spmd-lm ckpt: no action '{arguments.ACTION}'. Actions: {', '.join(ACTIONS)}.")

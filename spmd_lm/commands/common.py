@@ -38,8 +38,8 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
 
 
 def use_topology(arguments: Arguments, text: str) -> None:
-    """Makes the configuration simulate the devices of a topology, or none.  Raises ConfigError for an unknown one, and
-    beside --devices."""
+    """Makes the configuration simulate a topology's devices, or none for real ones.  Raises ConfigError for an unknown
+    topology, or if --devices is given too."""
     topology = parse_topology(text)
     refuse_devices(arguments)
     arguments.overrides.append(f"run.simulate_devices={topology.simulated}")
@@ -87,7 +87,7 @@ def write_result(arguments: Arguments, result: Any, text: str) -> int:
 
 
 def write_text(text: str, path: str = "-") -> None:
-    """Writes to a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is no error."""
+    """Writes to a file, or standard output for `-`.  A reader that closes the pipe, as `head` does, is not an error."""
     try:
         if path == "-":
             print(text, flush=True)
@@ -109,7 +109,7 @@ def add_fallback(parser: argparse.ArgumentParser) -> None:
 
 
 def amount(what: str, most: float) -> Callable[[str], float]:
-    """An argparse type: a number above 0.  what: described, with an example."""
+    """An argparse type: a number above 0, up to `most`.  what: its description, with an example."""
 
     def parse(text: str) -> float:
         try:

@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _open(config: "RunConfig", adapter: str | None, fallback: bool) -> "tuple[Program, Tree] | None":
-    """The run with this adapter, or None without one."""
+    """The run with this adapter; None without one."""
     if adapter is None:
         return None
     from spmd_lm.huggingface.peft import open_adapter
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", action="append", metavar="DIR", help=help_adapter)
     parser.add_argument("--chat", action="store_true", help=help)
     add_fallback(parser)
-    # Sampling holds the defaults; an option that is not given is not set.
+    # Sampling holds the defaults; options that are not given stay unset.
     sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
     for name, letter, help in (
         ("tokens", "N", "how many to add"),

@@ -1,4 +1,4 @@
-"""`spmd-lm plan`: what a run will be, before it runs and without its devices; with --search, which layout to choose."""
+"""`spmd-lm plan`: describes a run before it starts, without its devices; with --search, finds the fastest layout."""
 
 import argparse
 

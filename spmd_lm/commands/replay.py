@@ -1,4 +1,4 @@
-"""`spmd-lm replay`: runs a step of a run again from its checkpoint, and says whether it computes the same bits."""
+"""`spmd-lm replay`: runs a step of a run again from the checkpoint before it, and compares the bits."""
 
 from spmd_lm.commands.common import Arguments, load_configuration, write_result
 from spmd_lm.errors import ConfigError, Exit

@@ -1,4 +1,4 @@
-"""`spmd-lm report`: one HTML page about a run, or about several laid over each other."""
+"""`spmd-lm report`: one HTML page about a run, or about several, overlaid."""
 
 import argparse
 import os

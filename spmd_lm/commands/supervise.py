@@ -18,7 +18,7 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("spmd-lm supervise has no result for --json. Write it behind the --, for `train`.")
     from spmd_lm.runtime.supervisor import Supervisor
 
-    directory = load_configuration(given).run.directory  # a wrong one is refused before the first start
+    directory = load_configuration(given).run.directory  # a wrong configuration is refused before the first start
 
     def saved() -> int:
         return sum(map(saved_steps, directory.glob("cells/*") if given.seeds else [directory]))
@@ -28,11 +28,11 @@ def run(arguments: Arguments) -> int:
 
 
 def saved_steps(run: Path) -> int:
-    """The saved steps of the run in this directory, if any."""
+    """The newest saved step of the run in this directory, else 0."""
     from spmd_lm.runtime.metrics import Status
 
-    with suppress(CheckpointError):  # the run will tell
-        if status := Status.read(run):  # local checkpoints are known by where the last start began
+    with suppress(CheckpointError):  # the run itself reports it
+        if status := Status.read(run):  # local checkpoints show in where the last attempt began
             resumed = [attempt.first_step - 1 for attempt in status.attempts[-1:]]
             return max(status.saved_step or 0, *resumed, 0)
     return 0

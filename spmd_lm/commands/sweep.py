@@ -9,7 +9,7 @@ from spmd_lm.commands.common import Arguments, at_least, check_json, write_resul
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals
 
-MOST_JOBS = 10_000  # at once, which is all cells that a sweep may have
+MOST_JOBS = 10_000  # at once, as many as a sweep may have cells
 
 
 def run(arguments: Arguments) -> int:

@@ -25,17 +25,17 @@ Pattern = Annotated[
     PlainSerializer(dict),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-"""Numbers by targets, written as a mapping; the first target that matches counts."""
+"""A mapping from targets to numbers; the first target that matches applies."""
 
 Alpha = Annotated[float, Field(gt=0, le=2**20)]
 ALL_LINEAR = "all-linear"
 Base = Literal["none", "int8", "nf4", "nf4-double"]
 
 CODED = ("codes", "absmax", "nested_absmax", "offset")
-"""Last keys of the arrays that encode a quantized matrix; each is used in its own dtype."""
+"""Last keys of the arrays of a quantized matrix; none is cast to another dtype."""
 
 SUFFIX = "_adapter"
-"""End of the key of an adapter, beside that of its matrix: query_adapter."""
+"""Suffix of an adapter's key, beside its matrix's: query_adapter beside query."""
 
 
 def is_adapter(path: Sequence[str]) -> bool:
@@ -43,7 +43,7 @@ def is_adapter(path: Sequence[str]) -> bool:
 
 
 def numbers_per_element(key: str, dtype: str) -> int:
-    """Model parameters per array element: 2 or 1 in a byte of codes, 0 in a scale."""
+    """Model parameters per array element: in codes 2 for uint8, else 1; in a scale 0; in other arrays 1."""
     if key not in CODED:
         return 1
     return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
@@ -68,10 +68,10 @@ HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("output.dense",),
     },
 }
-"""Hugging Face's names of a layer's matrices, by model.kind."""
+"""Hugging Face's module names for a layer's matrices, by model.kind."""
 
 HF_LAYERS = {"gpt": ("model.layers", "transformer.h", "gpt_neox.layers"), "bert": ("bert.encoder.layer",)}
-"""Paths of their layers, before the layer's number."""
+"""Hugging Face's paths of the layers, without the layer number."""
 
 HF_NAMES = {
     **dict.fromkeys(("embed_tokens", "wte", "embed_in", "word_embeddings"), "embedding.tokens"),
@@ -80,30 +80,30 @@ HF_NAMES = {
     **dict.fromkeys(("norm", "ln_f", "final_layer_norm"), "head.norm"),
     "pooler": "head.pooler",
 }
-"""Our names of their modules outside the layers."""
+"""Our names for Hugging Face's modules outside the layers."""
 
 
 class NoAdapter(Section):
-    """The model itself is trained."""
+    """No adapter: the model itself is trained."""
 
     kind: Literal["none"] = "none"
     base: ClassVar[Base] = "none"
 
 
 class Adapter(Section):
-    """Small parameters beside the matrices of blocks.  These, the embedding and the head stay as they are."""
+    """Small trained parameters beside the blocks' matrices.  The rest is frozen, except modules_to_save."""
 
     kind: str
-    # matrices of blocks that have one: names, as attention.query, query, or Hugging Face's q_proj; a regular expression
-    # of a whole name; or all-linear
+    # adapted matrices of blocks: names, such as attention.query, query or Hugging Face's q_proj; a regular expression
+    # that matches whole names; or all-linear
     targets: Names | Name = ALL_LINEAR
-    # trained too: parts of the parameters, as head.tokens; the head of a task always is
+    # other parameters to train, such as head.tokens; a task's head is always trained
     modules_to_save: Names = ()
-    base: Base = "none"  # how the matrices of blocks are stored: in 8 or 4 bits (docs/adapters.md)
+    base: Base = "none"  # storage of the blocks' matrices: not quantized, or in 8 or 4 bits (docs/adapters.md)
 
 
 class IA3(Adapter):
-    """Learned scales (arXiv:2205.05638) of a matrix's outputs, or of its inputs where it ends a branch."""
+    """Learned scales (arXiv:2205.05638) of a matrix's outputs, or of its inputs if it ends a residual branch."""
 
     kind: Literal["ia3"]
     targets: Names | Name = ("key", "value", "down")
@@ -115,8 +115,8 @@ class LoRA(Adapter):
     kind: Literal["lora"]
     rank: Count = 8  # columns of A, rows of B
     alpha: Alpha = 16.0  # scaling is alpha / rank
-    rank_pattern: Pattern[Count] = ()  # of some matrices, by names or regular expressions
-    alpha_pattern: Pattern[Alpha] = ()  # likewise
+    rank_pattern: Pattern[Count] = ()  # ranks of some matrices, by name or regular expression
+    alpha_pattern: Pattern[Alpha] = ()  # alphas of some matrices, likewise
     rslora: bool = False  # scaling is alpha / sqrt(rank) (arXiv:2312.03732)
-    dropout: DropoutRate = 0.0  # of A's input
-    bias: Literal["none", "all", "lora_only"] = "none"  # biases that are trained too; lora_only: of adapted matrices
+    dropout: DropoutRate = 0.0  # dropout rate on A's input
+    bias: Literal["none", "all", "lora_only"] = "none"  # biases to train too; lora_only: those of adapted matrices

@@ -1,6 +1,6 @@
 """The attention kernels: what each one supports, and which one a run uses.
 
-The checks of a configuration and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
+Configuration checks and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
 on TPU where they support the model, and XLA elsewhere."""
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from spmd_lm.errors import ConfigError
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """The limits of a fused kernel.  None has dropout: its mask would differ between layouts."""
+    """The limits of a fused kernel.  No kernel has dropout: its mask would differ between layouts."""
 
     name: str
     platform: str
-    dtypes: tuple[str, ...] = get_args(Dtype)  # of queries, keys and values
-    not_on: tuple[str, ...] = ()  # lower-case prefixes of jax's device_kind that are too old
+    dtypes: tuple[str, ...] = get_args(Dtype)  # for queries, keys and values
+    not_on: tuple[str, ...] = ()  # lower-case prefixes of jax's device_kind, for devices too old for it
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1
     packs_causal: bool = True  # causal rows may hold several documents
-    two_way_windows: bool = True  # a window may have no causal mask
+    two_way_windows: bool = True  # windows without a causal mask
     soft_caps: bool = True
     deterministic: bool = True  # runs under run.deterministic
 
@@ -40,7 +40,7 @@ FUSED_KERNELS = {
         "cuDNN",
         "gpu",
         ("bfloat16", "float16"),
-        # Before Ampere.
+        # GPUs before Ampere.
         ("tesla", "quadro", "titan", "nvidia titan", "nvidia geforce gtx", "nvidia geforce rtx 20"),
         8,
         128,
@@ -56,12 +56,12 @@ FUSED_KERNELS = {
 def obstacles(
     kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
 ) -> Iterator[Obstacle]:
-    """Obstacles to running this model, of one kind of layer, in the dtype `compute`.
+    """Obstacles to running this model, with one kind of layer, in dtype `compute`.
 
     packs: rows hold several documents.
     deterministic: run.deterministic."""
     if deterministic and not kernel.deterministic:
-        # One H200: IndexError, absl raw_hash_map::at, from the step's execution; four of four runs.
+        # On one H200, in 4 of 4 runs, the step raised IndexError (absl raw_hash_map::at).
         reason = (
             f"{kernel.name}'s attention ends in its first step where XLA's operations are deterministic (jax 0.11.2)"
         )
@@ -98,9 +98,9 @@ class KernelChoice(NamedTuple):
 
 
 def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> KernelChoice:
-    """The kernel that `model.attention` means on `platform`, and why, for a run with one kind of layer.
-    device_kind: jax's name of the device; an unknown one counts as new.  Raises ConfigError for an explicit kernel that
-      cannot run there."""
+    """The kernel for `model.attention` on `platform`, and why, in a run with one kind of layer.  Raises ConfigError for
+    an explicit kernel that cannot run there.
+    device_kind: jax's; an unknown one counts as new."""
     asked = config.model.attention
     name: str = asked
     if asked == "auto":

@@ -1,6 +1,6 @@
 """Constraints between sections of a configuration; layout_checks.py has those of the layout over devices.
 
-A check is a generator of problems whose parameter names are the sections it needs, so that it runs as soon as those are
+A check is a generator of problems.  Its parameters are named after the sections it needs, and it runs once these are
 valid.  A problem begins with the conflicting keys, as section.key=value, and ends with the nearest settings that
 satisfy the check."""
 
@@ -131,7 +131,7 @@ def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) ->
 
 
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
-    """A vocabulary file is checked when it is read."""
+    """Checks tokenizers without a file; a vocabulary file is checked when it is read."""
     least, more = 256, ""
     if objective.kind != "causal_lm":
         least, more = 260, f", with the four special tokens of {objective.kind=!s}"
@@ -331,8 +331,8 @@ def options_are_deterministic(run: Run) -> Problems:
 
 
 def checkpoints_can_be_read(run: Run) -> Problems:
-    """Rejects paths that orbax 0.12 would save to and never read from: it takes some for URLs, and builds patterns from
-    others, which then match nothing, or another run."""
+    """Rejects paths that orbax 0.12 saves to but cannot read from: it takes some for URLs, and others for patterns,
+    which then match nothing, or another run."""
     path = run.directory
     with suppress(OSError):  # the current directory was removed
         path = path.absolute()
@@ -354,7 +354,7 @@ def profiled_steps_are_taken(train: Train) -> Problems:
             yield use(problem, f"train.profile={{steps: [{first}, {min(max(first, last), train.steps)}]}}")
 
 
-MAX_ELEMENTS = 2**60  # of one array: XLA counts its bytes in 63 bits
+MAX_ELEMENTS = 2**60  # per array: XLA counts its bytes in 63 bits
 
 
 @layout_checks.for_each_kind

@@ -1,4 +1,4 @@
-"""The keys of a run's `data:`, one section for each source of data."""
+"""The keys of a run's `data:`, one section per source of data."""
 
 import math
 from typing import Annotated, Literal
@@ -11,25 +11,25 @@ from spmd_lm.config.types import Count, OwnModule, ValidPath
 
 
 class Data(Section):
-    source: str  # declared here, so that it is written before the other keys
-    # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
-    # vocabulary: data/tokenizers/vocabulary.py
+    source: str  # the kind of data; written before the other keys
+    # bytes; bpe or wordpiece, trained on the training documents to model.vocab tokens; or the path of a vocabulary
+    # (data/tokenizers/vocabulary.py)
     tokenizer: ValidPath = "bytes"
-    # the token that begins a text precedes every document, context and prompt; auto: as in the vocabulary's own files
+    # put the beginning-of-text token before every document, context and prompt; auto: if the vocabulary's files do
     bos: Literal["auto"] | bool = "auto"
-    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
+    allow_change: bool = False  # resume even if the data has changed since the newest checkpoint
 
 
 TRAINED_TOKENIZERS = ("bpe", "wordpiece")  # values of data.tokenizer that the run trains itself
 
 
 RULES = 2
-"""Version of the rules that turn documents into tokens.  A run keeps the version it began with: under 1, files are held
-out by their names, and no token precedes a document."""
+"""Version of the rules that turn documents into tokens.  A run keeps the version it began with: in 1, files are held
+out for validation by name, and no token precedes a document."""
 
 
 class Documents(Data):
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, whatever the sizes of its documents
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share of the text, whatever its documents' sizes
 
 
 def _as_list(paths: str | list[str]) -> list[str]:
@@ -54,22 +54,22 @@ class Text(Documents):
 
 
 class BlendPart(Section):
-    path: ValidPath  # of a data set
-    weight: PositiveFloat  # its share of the samples is this over the sum of all weights
+    path: ValidPath  # a data set
+    weight: PositiveFloat  # share of the samples, relative to the sum of all weights
 
 
 class Tokens(Data):
-    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes."""
+    """Token ids on disk: a directory made by `spmd-lm prepare`, or Megatron-LM's .bin and .idx, without the suffix."""
 
     source: Literal["tokens"]
-    # default: that of a prepared data set, or of the first of a blend; else bytes
+    # default: the prepared data set's (of a blend, the first one's); else bytes
     tokenizer: ValidPath = "bytes"
-    path: ValidPath | None = None  # of one data set
-    blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
-    pack: bool = False  # tokens attend within their document only, whose positions begin at 0
-    # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)
+    path: ValidPath | None = None  # a single data set
+    blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # several, in place of path
+    pack: bool = False  # tokens attend only within their document; its positions begin at 0
+    # check files against their checksums: each MiB before first use (touch), all at the start (full), or never (off)
     verify: Literal["touch", "full", "off"] = "touch"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's tokens, the last ones
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share of Megatron-LM's tokens, the last ones
 
 
 class Task(Data):
@@ -90,14 +90,14 @@ class Task(Data):
 
 
 class Instructions(Data):
-    """Conversations, or prompts with their completions, in .jsonl files; a model trains on the answers alone."""
+    """Conversations, or prompts with their completions, in .jsonl files; only the answers are trained on."""
 
     source: Literal["instructions"]
     path: str | list[str]  # training conversations; files, globs or directories
     validation_path: str | list[str] | None = None  # validation conversations
-    # rows hold several conversations, which attend only to themselves; false: one conversation per row
+    # rows hold several conversations, each attending only to itself; false: one conversation per row
     pack: bool = True
-    chat_template: ValidPath | None = None  # a Jinja file that makes a text of messages; default: the tokenizer's own
+    chat_template: ValidPath | None = None  # a Jinja file that renders messages as text; default: the tokenizer's
 
     @property
     def paths(self) -> list[str]:
@@ -113,7 +113,7 @@ class Synthetic(Section):
 
     source: Literal["synthetic"]
     branching: Count = 4  # successors of a token
-    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
+    allow_change: bool = False  # resume even if the data has changed since the newest checkpoint
 
     @property
     def entropy(self) -> float:
@@ -125,9 +125,9 @@ class CustomData(Data):
     """A user-defined function."""
 
     source: Literal["custom"]
-    # path.py:Name, a pure function: sample n as model.context + 1 token ids, or as fields of a row; docs/own-model.md
+    # path.py:Name, a pure function of n: sample n as model.context + 1 token ids, or a row's fields; docs/own-model.md
     module: OwnModule
-    validation_samples: Count = 1024  # the first ones; training takes the rest
+    validation_samples: Count = 1024  # the first samples; training takes the rest
 
 
 def packs_documents(data: Data | Synthetic) -> bool:

@@ -1,6 +1,6 @@
 """The resolution of `model.scan`: a loop over layers, or unrolled layers.
 
-A loop compiles its body once.  On a GPU it also copies what a layer's library calls write into stacks kept for
+A loop compiles its body once.  On a GPU it also copies the outputs of a layer's library calls into the stacks saved for
 backward, a sixth of a step of GPT-2 124M (docs/performance.md), so `auto` unrolls there."""
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class LoopChoice(NamedTuple):
 def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, scatters: bool = False) -> LoopChoice:
     """The choice of lax.scan over layers on `platform`, and its reason.
 
-    prefetch: a layer gathers the next one's weights, which takes a loop.
+    prefetch: a layer gathers the next one's weights, which needs a loop.
     scatters: ZeRO scatters each layer's gradients in backward."""
     m = config.model
     if config.layers_per_chunk // len(m.kinds) == 1:

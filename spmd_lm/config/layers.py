@@ -1,7 +1,7 @@
-"""The kinds of layers in `model.period`, a section each.
+"""The kinds of layers in `model.period`, one section each.
 
-A new kind is a section here; unless it is a `Block` with other sizes, it also needs a module, which
-models/language_model.py makes."""
+A new kind is a section here; unless it is a `Block` with other sizes, models/language_model.py must also make a module
+for it."""
 
 import functools
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ class LayerKind(Section):
     """One kind of layer; keys that are left out take the model's values."""
 
     kind: str
-    heads: Count | None = None  # default: model.heads; of queries
+    heads: Count | None = None  # default: model.heads; query heads
     kv_heads: Count | None = None  # default: model.kv_heads; key/value heads
-    head_width: Count | None = None  # default: model.head_width; of each head
+    head_width: Count | None = None  # default: model.head_width; width of each head
     mlp_width: Count | None = None  # default: model.mlp_width; hidden width of the MLP
-    rope_theta: PositiveFloat | None = None  # default: model.rope_theta; of rotary positions
+    rope_theta: PositiveFloat | None = None  # default: model.rope_theta; base of rotary positions
     rope_scaling: RopeScaling | None = None  # default: model.rope_scaling
 
     @property
     def as_written(self) -> str | dict[str, Any]:
-        """The kind's name, or a mapping where it overrides keys."""
+        """The kind's name, or a mapping if it overrides keys."""
         keys = self.model_dump(exclude_none=True)
         return keys if len(keys) > 1 else self.kind
 
@@ -49,7 +49,7 @@ class WindowLayer(LayerKind):
     """A block with attention within a window (Mistral 7B, arXiv:2310.06825)."""
 
     kind: Literal["window"]
-    span: Count  # tokens that one attends to: itself and those before it; without a causal mask as many after it
+    span: Count  # tokens that each attends to: itself and those before it; without a causal mask, as many after it
 
 
 def _from_yaml(period: Any) -> Any:
@@ -73,17 +73,17 @@ def shortest(period: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
 
 
 def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The layer's place in its period, and the path without it: 1, blocks.mlp.up for blocks.1_window.mlp.up."""
+    """The layer's index in its period, and the path without it: (1, blocks.mlp.up) for blocks.1_window.mlp.up."""
     if len(path) > 1 and path[1][0].isdigit():
         return int(path[1].partition("_")[0]), (path[0], *path[2:])
     return 0, path
 
 
 def path_in_block(param: str) -> str:
-    """attention.query for blocks.attention.query and blocks.0_window.attention.query."""
+    """The path within a block: attention.query for blocks.attention.query and blocks.0_window.attention.query."""
     return ".".join(layer_path(tuple(param.split(".")))[1][1:])
 
 
 def shortest_period(layers: Sequence[Any]) -> list[Any]:
-    """The shortest period that gives these layers; the last repeat may be cut short."""
+    """The shortest period whose repetition gives these layers; the last repeat may be cut short."""
     return next(([*layers[:n]] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]), [])

@@ -13,7 +13,7 @@ from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple
 
 
 def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
-    """Runs a check for a single kind of layer on each kind of model.period."""
+    """Runs a check written for one kind of layer on each kind in model.period."""
 
     @functools.wraps(check)
     def check_each(*, model: Model, **sections: object) -> Problems:
@@ -34,7 +34,7 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Probl
     degree = parallel.model
     degrees = _fitting_degrees(math.gcd(model.heads, model.mlp_dim), parallel, run)
     if model.heads % degree:
-        # Of two equally near numbers of heads the larger: more heads cost nothing.
+        # The larger of two equally near numbers of heads: more heads cost nothing.
         heads = [n for n in divisors(model.width) if n % degree == 0]
         closest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
         problem = f"{model.heads=} is not divisible by {parallel.model=} (attention query, dim 'heads')"
@@ -50,8 +50,8 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Probl
 
 
 def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
-    """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`; all pass while
-    the number of devices is 0, unknown."""
+    """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`.  With 0 devices,
+    an unknown number, every divisor fits."""
     others = parallel.pipe * parallel.replica
     fits = [n for n in divisors(size) if run.simulate_devices % (others * n) == 0]
     return nearest(f"{parallel.model=}", fits or [1])
@@ -59,8 +59,8 @@ def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
 
 @for_each_kind
 def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
-    """Requires equal groups of query heads per key/value head, on one device; with fewer key/value heads than devices,
-    each device has a copy of the one its queries need."""
+    """Requires equal groups of query heads per key/value head on each device; with fewer key/value heads than devices,
+    each device has a copy of the one that its queries need."""
     kv_heads = model.kv_heads or model.heads
     fits = nearest(f"model.{kv_heads=}", [n for n in divisors(model.heads) if n % parallel.model == 0])
     if model.heads % kv_heads:
@@ -133,7 +133,7 @@ def products_have_parts(model: Model, parallel: Parallel, adapter: Adapter | NoA
             yield use(problem, alternative, "parallel.collective_matmul=auto")
 
 
-ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}  # names of the schedules with several chunks per stage
+ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}  # their counterparts with several chunks
 
 
 def schedule_has_chunks(parallel: Parallel) -> Problems:
@@ -201,8 +201,8 @@ def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objectiv
 
 
 def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
-    """The nearest degrees of each axis that fix the layout alone; if there are none, data parallelism only.
-    degrees: without `data` where it takes the remaining devices."""
+    """The nearest degrees of each axis that alone make the layout fit; if there are none, data parallelism only.
+    degrees: without `data` if it takes the remaining devices."""
     ways = []
     for axis, degree in degrees.items():
         others = math.prod(degrees.values()) // degree

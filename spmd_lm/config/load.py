@@ -2,7 +2,7 @@
 
 A configuration is a stack of layers, each a mapping of sections and its origin: the root of the `base:` chain first,
 the command line last.  All problems are reported at once, each with the layer that set the key: unknown keys are
-dropped, sections are validated separately, and every check runs whose sections are valid."""
+dropped, sections are validated separately, and every check whose sections are valid runs."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ TOKENIZER_DIR = "tokenizer"  # a run's copy of its tokenizer's files
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")  # the first one found is used
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # beside them
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # beside the vocabulary
 
 SHARED_KEYS = {
     "data": ("tokenizer", "bos"),
@@ -42,7 +42,7 @@ SHARED_KEYS = {
 """Keys that survive a change of their section's kind: a model's token ids mean the same words in any text, and the
 shape of a learning rate schedule suits any optimizer; its lr does not."""
 
-RECIPE_KEYS = {"sources", "out"}  # the required keys of a file of `spmd-lm prepare`
+RECIPE_KEYS = {"sources", "out"}  # required in a recipe of `spmd-lm prepare`
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The configurations that come with the package; in the repository, a link to its configs/."""
@@ -67,7 +67,7 @@ def load(
 ) -> RunConfig:
     """The configuration in the file at `path`, or the shipped one of that name, changed by `overrides`.
 
-    under, over: layers below and above the file.  An `over` knows the whole model, so run.init_from is not read.
+    under, over: layers below and above the file.  `over` holds the whole model, so run.init_from is not read.
     cell: the keys that a sweep sets.
 
     Raises ConfigError with one line per problem: `origin: section.key: what is wrong. How to fix it.`"""
@@ -92,15 +92,15 @@ def given_value(path: str | Path | None, overrides: Iterable[str], *keys: str) -
 
 
 def checked(config: RunConfig, where: str) -> RunConfig:
-    """The configuration.  Raises ConfigError, about `where`, if its sections contradict one another."""
+    """Returns `config`.  Raises ConfigError, prefixed by `where`, if its sections contradict one another."""
     if problems := checks.problems(dict(config)):
         raise ConfigError(*(f"{where}: {problem}" for problem in problems))
     return config
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of the run in `directory`, which may have been moved, changed by `overrides`.  Raises as `load`
-    does, and if the overrides name another tokenizer than the run's own."""
+    """The configuration of the run in `directory`, which may have been moved, changed by `overrides`.  Raises like
+    `load`, and if the overrides name another tokenizer than the run's own."""
     file, tokenizer = directory / CONFIG_FILE, saved_tokenizer(directory)
     if not os.path.exists(file):
         problem = elsewhere(str(directory)) or f"{_not_a_run(directory)}, or a YAML file"
@@ -136,7 +136,7 @@ def saved_chat_template(directory: Path) -> Path | None:
 
 
 def data_of_run(config: RunConfig) -> Data | Synthetic:
-    """The section `data`; a tokenizer that the run has trained is named by its path."""
+    """The section `data`, with the path of a tokenizer that the run has trained."""
     data, saved = config.data, saved_tokenizer(config.run.directory)
     if isinstance(data, Data) and data.tokenizer in TRAINED_TOKENIZERS and saved:
         return data.model_copy(update={"tokenizer": str(saved)})
@@ -186,7 +186,7 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
 
 
 def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
-    """The tokenizer stored beside token ids on disk, which it made."""
+    """The tokenizer that made the token ids on disk, stored beside them."""
     tree = _merge_layers(layers)
     blend = _get(tree, "data", "blend")
     path = _get(blend[0], "path") if isinstance(blend, list) and blend else _get(tree, "data", "path")
@@ -198,7 +198,7 @@ def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
 
 def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str]) -> RunConfig:
     """The configuration of the layers.  Raises ConfigError with `problems` and those found here.
-    model_is_unknown: a missing model key is no problem."""
+    model_is_unknown: the model's values are not validated."""
     tree = _merge_layers(layers)
     valid: dict[str, Section] = {}
 
@@ -248,8 +248,8 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
 
 
 def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, ...] = ()) -> list[Layer]:
-    """The layers of a file and its bases, root first; none if one cannot be read.  extended_by: the files that led
-    here."""
+    """The layers of a file and its bases, root first; [] if one cannot be read.
+    extended_by: the files that led here."""
     name = os.path.normpath(path)
     chain = (*extended_by, name)
     if name in extended_by:
@@ -311,7 +311,7 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
         if value is None:
             return None if errors else {}
         if isinstance(value, dict):
-            for key, text in value.items():  # base, and what a sweep's or a recipe's file names
+            for key, text in value.items():  # base, and files named by a sweep or a recipe
                 if isinstance(text, str) and (problem := elsewhere(text)):
                     problems.append(f"{name}: {key}: {text:.80}: {problem}.")
                     return None
@@ -321,7 +321,7 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
 
 
 def _suggest_file(missing: str) -> str:
-    """Completion of the sentence 'no such file' with the files and runs that may have been meant."""
+    """Completes the sentence 'no such file' with files and runs that may have been meant."""
     directory, or_run = Path(missing).parent, "" if Path(missing).suffix else " or run"
     found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG_FILE}"))])
     paths = {path.name: str(path) for path in found}
@@ -364,12 +364,12 @@ def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:  # valu
 
 
 def _sections(tree: dict) -> dict[str, Any]:
-    """`tree` with an empty section for each null: the value of a section whose keys are all commented out."""
+    """`tree` with {} for each null section: YAML reads null if all keys are commented out."""
     return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
 
 
 def merge_trees(under: dict, over: dict, depth: int = 0) -> dict:
-    """`under` updated by `over`, key by key; a mapping within a section is replaced where the kind differs."""
+    """`under` updated by `over`, key by key; a mapping within a section is replaced if its kind differs."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
@@ -382,7 +382,7 @@ def merge_trees(under: dict, over: dict, depth: int = 0) -> dict:
 
 def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
     """Merges layers; later ones win.  A section whose kind changes keeps only the SHARED_KEYS that the new kind has.
-    For token ids on disk, a tokenizer trained on documents gives way to the one set in a layer below."""
+    For token ids on disk, a tokenizer to be trained gives way to the one set in a layer below."""
     given: dict[str, Any] = {}
     stacked: dict[str, Any] = {name: {"kind": kind} for name, kind in DEFAULT_KINDS.items()}
     for layer in layers:
@@ -414,6 +414,6 @@ def _get(tree: Any, *path: Any) -> Any:
 
 
 def _origin(layers: Sequence[Layer], *path: str) -> str:
-    """The last layer that sets the key at `path`; if none does, the file that was asked for."""
+    """Origin of the last layer that sets the key at `path`; if none does, of the one below the command line."""
     origins = (layer.origin for layer in reversed(layers) if _get(layer.tree, *path) is not ...)
     return next(origins, layers[-2].origin)

@@ -33,8 +33,8 @@ def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterat
 
 
 def prefetches(config: RunConfig, platform: str) -> bool:
-    """The resolution of parallel.prefetch.  `auto` prefetches on GPUs alone, and not in pipelines: a CPU overlaps
-    nothing, a TPU only with options that no hardware has run, 1F1B's conditionals copy their carries, and breadth-first
+    """The resolution of parallel.prefetch.  `auto` prefetches on GPUs only, and not in pipelines: a CPU overlaps
+    nothing, a TPU only with options never tried on hardware, 1F1B's conditionals copy their carries, and breadth-first
     would hold two chunks (docs/performance.md)."""
     p = config.parallel
     wanted = p.prefetch == "on" or (p.prefetch == "auto" and platform == "gpu" and p.pipe == 1)
@@ -60,11 +60,11 @@ def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapt
 
 
 LEAST_TOKENS = 2048
-"""Tokens of each matmul, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)."""
+"""Least tokens per matmul under `auto`: with fewer, an H100's step gains nothing (docs/performance.md)."""
 
 
 COLLECTIVE_MATMUL_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB HBM3e")
-"""Device kinds, as jax calls them, whose steps are shorter with it, by the schedules of compiled steps."""
+"""jax's device kinds whose steps collective matmuls shorten, by the schedules of compiled steps."""
 
 
 BRANCHES = ("attention", "mlp")
@@ -72,13 +72,14 @@ BRANCHES = ("attention", "mlp")
 
 
 def collective_matmul_branches(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
-    """Branches that run collective matmuls on this kind of device.  tokens: of a microbatch, on one device.
+    """Branches that run collective matmuls on this kind of device.
+    tokens: per microbatch and device.
 
-    On a TPU the MLP alone: attention's take 2% more compute, because it needs its tokens in order and copies shards
-    to put them there, and shorten an estimated step by less than 1% (docs/adr/0021).
+    On a TPU only the MLP: in attention, which needs its tokens in order, copying shards into place takes 2% more
+    compute, and the estimated step is less than 1% shorter (docs/adr/0021).
 
-    `auto` chooses them on H100 and H200, within a host, with the sequence sharded, and outside of pipelines, whose
-    schedules were not compared.  Steps are also shorter on v4, and on v5p with options that no hardware has run; they
+    `auto` chooses them on H100 and H200, within a host, with the sequence sharded, and outside pipelines, whose
+    schedules were not compared.  Steps are also shorter on v4, and on v5p with options never tried on hardware; they
     are longer on A100, B200 and v5e (docs/performance.md)."""
     p = config.parallel
     helps = device_kind in COLLECTIVE_MATMUL_DEVICES and tokens >= LEAST_TOKENS * p.model

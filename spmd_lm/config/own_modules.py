@@ -16,12 +16,12 @@ from spmd_lm.files import elsewhere, read_bytes, write_atomically
 
 MODULES_DIR = "modules"  # the copies in a run's directory
 
-MAX_SOURCE_BYTES = 2**20  # of a module
-HASH_DIGITS = 16  # of the SHA-256 of a file, in hex
+MAX_SOURCE_BYTES = 2**20  # per module
+HASH_DIGITS = 16  # of a file's SHA-256, in hex
 
 
 class ModuleRef(NamedTuple):
-    """A name in the file at `path`; hash: of the file's bytes, '' if not known yet."""
+    """A name in the file at `path`.  hash: of the file's bytes; '' if not known yet."""
 
     path: str
     name: str
@@ -57,7 +57,7 @@ def hash_of(source: bytes) -> str:
 
 
 def located(tree: Mapping[str, Any], directory: str) -> dict[str, Any]:
-    """Sections of a file in `directory`, with absolute paths of modules."""
+    """The sections of a file in `directory`, with absolute module paths."""
     sections = dict(tree)
     for name, section in tree.items():
         text = section.get("module") if isinstance(section, dict) else None
@@ -111,7 +111,7 @@ def keep_copies(config: RunConfig, directory: Path) -> None:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """`config` with paths of its copied modules, relative to the run's directory."""
+    """`config` with the paths of its modules' copies, relative to the run's directory."""
     changes = {
         name: getattr(config, name).model_copy(update={"module": str(ref.copy_in(MODULES_DIR))})
         for name, ref in modules_of(config).items()

@@ -1,6 +1,6 @@
 """The resolution of `parallel.partitioner`: which side inserts the collectives of a step.
 
-`auto` leaves them to XLA where a compiled step of sharding types exposes no more time and holds no more memory than a
+`auto` leaves them to XLA if a step compiled from sharding types exposes no more time and holds no more memory than the
 manual step.  `python benchmarks/partitioners.py --choose TOPOLOGY` compiles both and writes the table."""
 
 import functools
@@ -30,7 +30,7 @@ def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bo
     """The partitioner on `platform`, and the reason.
 
     overlaps: linears are collective matmuls.
-    own: the model has modules of the user's."""
+    own: the model has user-defined modules."""
     p = config.parallel
     if p.partitioner != "auto":
         return PartitionerChoice(p.partitioner, "as configured")

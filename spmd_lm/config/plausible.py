@@ -1,11 +1,11 @@
-"""Warnings of values that the schema allows but nobody means, such as optim.lr=4e07, with likely corrections."""
+"""Warnings about values that the schema allows but nobody means, such as optim.lr=4e07, with likely corrections."""
 
 import math
 from collections.abc import Iterator
 
 from spmd_lm.config.schema import RunConfig
 
-RANGES = {  # wider than what papers, tests and odd optimizers use; 0 switches off, and is left alone
+RANGES = {  # wider than in any paper, test or odd optimizer; 0 means off, and passes
     "optim.lr": (1e-9, 10.0),
     "optim.min_lr": (1e-12, 10.0),
     "optim.weight_decay": (1e-8, 100.0),

@@ -17,8 +17,8 @@ Policy = Literal["none", "selective", "residual", "block", "full"]
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
     """A policy, resolved for one model and layout.
-    needed_sums: the branch-ending sums that backward needs: both if a norm follows them; else attention's, which the
-      MLP reads; none if the branches are parallel."""
+    needed_sums: how many branch-ending sums backward needs: 2 if a norm follows each; else 1, attention's, which the
+      MLP reads; 0 if the branches are parallel."""
 
     policy: Policy = "none"
     layers_per_remat_block: int = 1  # more than 1 for policy `block` only
@@ -37,12 +37,12 @@ class RematPolicy:
         return self.policy == "residual"
 
     def repeated_reductions(self, *, scan: bool) -> float:
-        """Forward reductions over `model` (Megatron's g) of a layer that backward repeats.  scan: layers run in a
-        loop."""
+        """Forward reductions over `model` (Megatron's g) that backward repeats, per layer.
+        scan: layers run in a loop."""
         if self.policy == "full":
             return self.needed_sums
         if self.policy == "block":
-            # Unrolled, all but those that end the last layer of a remat block.
+            # Unrolled, the last layer of a remat block repeats only the needed ones.
             return 2.0 if scan else 2 - (2 - self.needed_sums) / self.layers_per_remat_block
         return 0
 
@@ -60,6 +60,6 @@ class RematPolicy:
 
 def cheapest_block_size(layers: int, activations_per_layer: float) -> int:
     """The divisor of `layers` that minimizes the inputs of all remat blocks plus the activations of one
-    (arXiv:2104.04473, section 3.5).  activations_per_layer: relative to a layer's input."""
+    (arXiv:2104.04473, section 3.5).  activations_per_layer: in units of a layer's input."""
     sizes = (n for n in range(1, layers + 1) if layers % n == 0)
     return min(sizes, key=lambda size: layers // size + size * activations_per_layer)

@@ -1,4 +1,4 @@
-"""Rotary scalings, `model.rope_scaling`, for rows longer than those of pretraining.
+"""Scalings of rotary positions, `model.rope_scaling`, for rows longer than in pretraining.
 
 The formulas are in ops/rotary.py; a new kind is a section here and a function there."""
 
@@ -19,15 +19,15 @@ class LinearRope(Section):
     """Position interpolation: divides all positions by the factor (arXiv:2306.15595)."""
 
     kind: Literal["linear"]
-    factor: Factor  # by which frequencies are divided
+    factor: Factor  # divisor of all frequencies
 
 
 class DynamicRope(Section):
-    """NTK-aware: theta grows with the row's length, `model.context`, where that is above `original_context`."""
+    """NTK-aware: theta grows with the row's length, `model.context`, beyond `original_context`."""
 
     kind: Literal["dynamic"]
-    factor: Factor  # of the growth of theta
-    original_context: Count  # tokens per row of pretraining
+    factor: Factor  # how fast theta grows
+    original_context: Count  # tokens per row in pretraining
 
     def grown_theta(self, theta: float, context: int, rotated: int) -> float:
         """Theta for rows of `context` tokens.  rotated: rotated features per head, at least 4."""
@@ -36,18 +36,17 @@ class DynamicRope(Section):
 
 
 class YarnRope(Section):
-    """Long wavelengths are stretched by the factor, short ones are not; scores grow with it (arXiv:2309.00071)."""
+    """YaRN stretches long wavelengths by the factor, short ones not, and scores grow with it (arXiv:2309.00071)."""
 
     kind: Literal["yarn"]
-    factor: Factor  # by which low frequencies are divided
-    original_context: Count  # tokens per row of pretraining
-    beta_fast: Rotations = 32.0  # rotations over original_context from which a frequency is unchanged
-    beta_slow: Rotations = 1.0  # rotations up to which a frequency is divided by the factor; a ramp between them
-    attention_factor: Annotated[float, Field(gt=0, le=1e6)] | None = (
-        None  # of cosines and sines; default: 0.1 ln(factor) + 1
-    )
-    # with mscale_all_dim, neither 0: attention_factor is by default the ratio of 0.1 mscale ln(factor) + 1 to the same
-    # of mscale_all_dim
+    factor: Factor  # divisor of low frequencies
+    original_context: Count  # tokens per row in pretraining
+    beta_fast: Rotations = 32.0  # frequencies of at least this many rotations over original_context are unchanged
+    beta_slow: Rotations = 1.0  # those of at most this many are divided by factor; in between, a ramp
+    # multiplies cosines and sines; default: 0.1 ln(factor) + 1
+    attention_factor: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    # with mscale_all_dim, if neither is 0: attention_factor defaults to
+    # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
     mscale: Magnitude | None = None
     mscale_all_dim: Magnitude | None = None  # see mscale
     truncate: bool = True  # the ramp begins and ends at whole pairs of features
@@ -60,13 +59,13 @@ class YarnRope(Section):
 
 
 class Llama3Rope(Section):
-    """Long wavelengths are stretched by the factor, short ones are not: Llama 3.1's (arXiv:2407.21783)."""
+    """Llama 3.1 stretches long wavelengths by the factor, short ones not (arXiv:2407.21783)."""
 
     kind: Literal["llama3"]
-    factor: Factor  # by which low frequencies are divided
-    low_freq_factor: Rotations  # rotations over original_context up to which a frequency is divided by the factor
-    high_freq_factor: Rotations  # rotations from which a frequency is unchanged; smooth between them
-    original_context: Count  # tokens per row of pretraining
+    factor: Factor  # divisor of low frequencies
+    low_freq_factor: Rotations  # frequencies of at most this many rotations over original_context are divided by factor
+    high_freq_factor: Rotations  # those of at least this many are unchanged; in between, a ramp
+    original_context: Count  # tokens per row in pretraining
 
     @model_validator(mode="after")
     def _ramp_has_a_direction(self) -> "Llama3Rope":

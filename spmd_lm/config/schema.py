@@ -33,14 +33,14 @@ from spmd_lm.config.types import (
 
 
 class Run(Section):
-    name: Annotated[ValidPath, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # under runs/
+    name: Annotated[ValidPath, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # name of its directory under runs/
     dir: ValidPath | None = None  # default: runs/<name>
     init_from: ValidPath | None = None  # the run whose parameters this one starts from
     simulate_devices: CountOrZero = 0  # CPU devices to simulate; 0: use the real devices
-    # of XLA, for the step: those of runtime/xla_options.yaml, none, or {name: value}
+    # XLA's options for the step: auto (those of runtime/xla_options.yaml), none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
-    deterministic: bool = False  # a GPU computes the same bits at every start, more slowly; docs/reliability.md
-    # compilations of a second or more are cached: auto (the user's cache directory), none, or a directory
+    deterministic: bool = False  # a GPU computes the same bits on every start, but more slowly; docs/reliability.md
+    # cache of compilations of a second or more: auto (in the user's cache directory), none, or a directory
     compilation_cache: ValidPath = "auto"
     # trackers that receive the records of metrics.jsonl; docs/reports.md
     trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] | None = None
@@ -53,39 +53,39 @@ class Run(Section):
 class Model(Section):
     kind: Literal["gpt", "bert"] = "gpt"  # bert: bidirectional attention
     layers: Annotated[int, Field(ge=1, le=4096)]
-    width: Count  # of the residual stream
-    heads: Count  # of queries
+    width: Count  # width of the residual stream
+    heads: Count  # query heads
     context: Count  # tokens per row
-    vocab: Count  # tokens; padded where it is sharded
-    head_width: Count | None = None  # of each head; default width / heads
-    mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
-    kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
+    vocab: Count  # tokens; padded if it is sharded
+    head_width: Count | None = None  # width of each head; default: width / heads
+    mlp_width: Count | None = None  # hidden width of the MLP; default: 4 x width
+    kv_heads: Count | None = None  # key/value heads, one for heads / kv_heads queries (grouped-query); default: heads
     token_types: CountOrZero = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
     dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
     attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
-    # before the residual branch; after the sum (original BERT); or before and after the branch (Gemma 2)
+    # norms before the residual branch, after the sum (original BERT), or before and after the branch (Gemma 2)
     norm: Literal["pre", "post", "sandwich"] = "pre"
-    norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + stored values
+    norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + the stored values
     norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: PositiveFloat = 10_000.0  # of rotary positions (arXiv:2104.09864)
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's features that are rotated, the first ones
-    rope_scaling: RopeScaling | None = None  # of rotary positions to longer rows, as {kind: linear, factor: 4}
+    rope_theta: PositiveFloat = 10_000.0  # base of rotary positions (arXiv:2104.09864)
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head's features that rotate, the first ones
+    rope_scaling: RopeScaling | None = None  # scaling of rotary positions to longer rows: {kind: linear, factor: 4}
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
-    use_bias: bool | Biases = True  # in projections and norms; or a list: [qkv]
+    use_bias: bool | Biases = True  # biases in all projections and norms; or a list, as in [qkv]
     qk_norm: bool = False  # RMS norms of each head's queries and keys (Qwen3)
     parallel_branches: bool = False  # attention and MLP read the same residual stream (GPT-J, GPT-NeoX)
-    query_pre_attn_scalar: Count | None = None  # queries are divided by its square root; default head_width
+    query_pre_attn_scalar: Count | None = None  # queries are divided by its square root; default: head_width
     attention_softcap: PositiveFloat | None = None  # scores become cap x tanh(score / cap) (arXiv:2408.00118)
-    logit_softcap: PositiveFloat | None = None  # the same of the head's logits
-    scale_embeddings: bool = False  # by the square root of width (Gemma)
-    tie_embeddings: bool = True  # the head reuses the token table
-    # kinds of layers, repeated over all: [{kind: window, span: 4096}, block]; docs/models.md
+    logit_softcap: PositiveFloat | None = None  # the same for the head's logits
+    scale_embeddings: bool = False  # multiply embeddings by the square root of width (Gemma)
+    tie_embeddings: bool = True  # the head reuses the token embedding
+    # kinds of layers, repeated in this order, as in [{kind: window, span: 4096}, block]; docs/models.md
     period: LayerKinds | None = None
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
-    scan: Literal["auto"] | bool = "auto"  # a loop over layers; auto: unrolled on GPUs where that pays
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
-    # a user-defined block, head or all modules, path.py:Name, relative to this file; docs/own-model.md
+    scan: Literal["auto"] | bool = "auto"  # loop over layers with lax.scan; auto: unroll on GPUs if it pays
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # kernel; auto: the fastest that fits
+    # user-defined block, head or all modules: path.py:Name, relative to this file; docs/own-model.md
     module: OwnModule | None = None
 
     @property
@@ -102,16 +102,16 @@ class Model(Section):
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys; also of all values."""
+        """Total width of the keys, and of the values."""
         return (self.kv_heads or self.heads) * self.head_dim
 
     @property
     def gated(self) -> bool:
-        """The MLP has a second hidden layer that gates the first (arXiv:2002.05202)."""
+        """True if a second projection gates the MLP's hidden layer (arXiv:2002.05202)."""
         return self.activation in ("swiglu", "geglu_tanh")
 
     def has_bias(self, where: Bias | None = None) -> bool:
-        """True if these projections or norms have biases; None asks for those of the user's own blocks."""
+        """True if these projections or norms have biases; with None, if user-defined blocks have."""
         return self.use_bias if isinstance(self.use_bias, bool) else where in self.use_bias
 
     @property
@@ -138,7 +138,7 @@ class Model(Section):
 
     @property
     def of_each_kind(self) -> "tuple[Model, ...]":
-        """A model per layer of the period, as if all layers were of its kind."""
+        """One model per layer of the period, with all layers of that kind."""
         if self.period is None:
             return (self,)
         return tuple(self.model_copy(update=kind.own_sizes | {"period": (kind,)}) for kind in self.kinds)
@@ -149,7 +149,7 @@ class Model(Section):
 
     @property
     def span(self) -> int | None:
-        """Tokens that one attends to, if all layers are of one kind; None for the whole row."""
+        """Tokens that each token attends to, None for the whole row; for models with one kind of layer."""
         (kind,) = self.kinds
         return getattr(kind, "span", None)
 
@@ -160,13 +160,13 @@ class Model(Section):
 
 class Objective(Section):
     kind: str
-    # a user-defined head with its losses, path.py:Name, in place of the objective's; docs/own-model.md
+    # user-defined head with its losses, in place of the objective's: path.py:Name; docs/own-model.md
     module: OwnModule | None = None
     predicts_tokens: ClassVar[bool] = True
 
     @property
     def has_sequence_label(self) -> bool:
-        """Predicts a class of each row from its first token."""
+        """True if the first token of each row predicts a class."""
         return not self.predicts_tokens
 
     @property
@@ -185,10 +185,10 @@ class MaskedLM(Objective):
     """Predicts masked tokens; spans of whole words are masked."""
 
     kind: Literal["masked_lm"]
-    mask_prob: Fraction = 0.15  # of a row's tokens
+    mask_prob: Fraction = 0.15  # share of a row's tokens that is masked
     max_span: Annotated[int, Field(ge=1, le=16)] = 3  # words; a span of n has probability proportional to 1/n
-    short_seq_prob: Fraction = 0.1  # rows that are cut short
-    sentence_order: bool = True  # a row is two segments of text; also predict which came first
+    short_seq_prob: Fraction = 0.1  # share of rows that are cut short
+    sentence_order: bool = True  # also predict which of a row's two segments of text came first
 
     @property
     def has_sequence_label(self) -> bool:
@@ -200,7 +200,7 @@ class Classification(Objective):
 
     kind: Literal["classification"]
     predicts_tokens: ClassVar[bool] = False
-    classes: Annotated[int, Field(ge=2, le=MOST)]  # labels
+    classes: Annotated[int, Field(ge=2, le=MOST)]  # number of labels
 
 
 class MultipleChoice(Objective):
@@ -235,20 +235,20 @@ class Parallel(Section):
     model: Count = 1  # degree of tensor parallelism
     replica: Count = 1  # copies of a ZeRO group, outside `data`
     # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines);
-    # auto: types where a compiled step is as good, config/partitioner.py
+    # auto: types if the compiled step is as good, config/partitioner.py
     partitioner: Literal["auto", "types", "manual"] = "auto"
     sequence: bool = False  # activations between layers are sharded over `model` along the sequence
     # 1 shards the optimizer's state over `data`, 2 gradients too, 3 parameters too
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
-    chunks: Count = 1  # of layers per stage, for interleaved and breadth_first
-    microbatches: Count = 1  # into which a step's batch is split
+    chunks: Count = 1  # chunks of layers per stage, for interleaved and breadth_first
+    microbatches: Count = 1  # parts that a step's batch is split into
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
-    # ZeRO-3 gathers what a layer uses first while the layer before it runs, or the next chunk of a breadth-first
-    # pipeline; auto: on GPUs, without a pipeline
+    # ZeRO-3 gathers the weights that a layer uses first while the layer before it runs, in a breadth-first pipeline
+    # those of the next chunk; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"
     # linears sharded over `model` multiply shard by shard, while the next shard travels; auto: on H100 and H200, with
-    # the sequence sharded and 2,048 tokens a shard or more
+    # the sequence sharded and at least 2,048 tokens per shard
     collective_matmul: Literal["auto", "on", "off"] = "auto"
     model_across_hosts: bool = False  # `model` may span hosts of GPUs or TPU slices, whose network is slower
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch
@@ -264,15 +264,14 @@ LEAST_SCALE = 2**-14
 
 
 class Precision(Section):
-    params: Dtype = "float32"  # of master weights and optimizer state
-    frozen: Dtype | None = None  # default params; of parameters that are not trained
-    compute: Dtype = "bfloat16"  # of activations and matrix products
-    reduce: Dtype = "float32"  # of gradients as they are summed over devices
-    logits: Literal["float32", "compute"] = (
-        "float32"  # as products write them in training, or wider where compute is; compute: half the bytes, rounded
-    )
+    params: Dtype = "float32"  # master weights and optimizer state
+    frozen: Dtype | None = None  # parameters that are not trained; default: params
+    compute: Dtype = "bfloat16"  # activations and matmuls
+    reduce: Dtype = "float32"  # gradients while they are summed over devices
+    # written by matmuls in training as float32, or wider if compute is; compute: rounded, half the bytes
+    logits: Literal["float32", "compute"] = "float32"
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
-    # halved in the first steps where that is too large; Megatron-LM begins at 4294967296
+    # halved in the first steps if it is too large; Megatron-LM begins at 4294967296
     initial_scale: Annotated[float, Field(ge=LEAST_SCALE, le=2**64)] = 2.0**16
     scale_window: Count = 1000  # consecutive steps without overflow that double the scale
     hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
@@ -281,14 +280,14 @@ class Precision(Section):
 
 class OptimizerConfig(Section):
     moments: ClassVar[str]  # name of the optimizer's state
-    num_moments: ClassVar[int]  # values of the state per parameter
+    num_moments: ClassVar[int]  # state values per parameter
     kind: str
-    lr: PositiveFloat  # the highest, after warmup
-    min_lr: NonNegativeFloat = 0.0  # the lowest, after decay
+    lr: PositiveFloat  # highest learning rate, after warmup
+    min_lr: NonNegativeFloat = 0.0  # lowest learning rate, after decay
     warmup: CountOrZero = 0  # steps
     decay: Literal["cosine", "linear", "sqrt", "constant"] = "cosine"  # sqrt: 1 - sqrt, arXiv:2405.18392
-    decay_start: CountOrZero | None = None  # step from which the rate decays; lr until there; default warmup
-    decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
+    decay_start: CountOrZero | None = None  # step at which the decay begins, lr until then; default: warmup
+    decay_steps: Count | None = None  # step at which min_lr is reached; default: train.steps
     weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # parameters that are not trained: name patterns, separated by spaces; parallel/freeze.py
@@ -318,11 +317,11 @@ class Lion(OptimizerConfig):
 
 
 class CustomOptimizer(OptimizerConfig):
-    """The user's optax rule.  Schedule, clipping, weight decay and frozen parameters work as for other optimizers."""
+    """A user-defined optax rule.  Schedule, clipping, weight decay and frozen parameters work as for the others."""
 
     moments = "optimizer state"
     kind: Literal["custom"]
-    module: OwnModule  # path.py:Name, a function that returns the rule, elementwise; docs/own-model.md
+    module: OwnModule  # path.py:Name, a function that returns an elementwise rule; docs/own-model.md
 
 
 class Remat(Section):
@@ -335,9 +334,9 @@ class Profile(Section):
 
 
 class Guard(Section):
-    max_skips: CountOrZero = 10  # steps in a row whose loss or gradients are not finite; the next one ends the run
-    spikes: bool = False  # skip steps whose loss is far above the last ones too
-    exclude: list[Count] | None = None  # steps that are not to train on their batches
+    max_skips: CountOrZero = 10  # steps skipped in a row (non-finite loss or gradients, spikes); one more ends the run
+    spikes: bool = False  # also skip steps whose loss is far above the last ones
+    exclude: list[Count] | None = None  # steps whose batches are not trained on
 
 
 class Watchdog(Section):
@@ -350,11 +349,11 @@ class Watchdog(Section):
 class Train(Section):
     steps: Count  # updates
     batch: Count  # sequences per step, over all devices
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one 32-bit word of the dropout generator's key
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # seed of parameters, data order and dropout (one word of its key)
     log_every: Count = 10  # steps per line of metrics.jsonl
     eval_every: CountOrZero = 0  # 0: never
-    eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
-    # zero-shot tasks of every evaluation, NAME or NAME=PATH; docs/evaluation.md
+    eval_batches: Count = 8  # batches of validation sequences per evaluation; a task evaluates on all its examples
+    # zero-shot tasks at every evaluation: NAME or NAME=PATH; docs/evaluation.md
     eval_tasks: Annotated[list[str], AfterValidator(without_repeats)] | None = None
     guard: Guard = Guard()
     watchdog: Watchdog = Watchdog()
@@ -363,20 +362,20 @@ class Train(Section):
 
 
 class LocalCheckpoint(Section):
-    dir: ValidPath  # on each host: in memory, as under /dev/shm, or on a disk
+    dir: ValidPath  # directory on each host: in memory, as under /dev/shm, or on disk
     every: Count  # steps
-    keep: Count = 2  # the newest checkpoints; in jobs of several processes at least 2
+    keep: Count = 2  # newest checkpoints to keep; at least 2 in jobs of several processes
 
 
 class Checkpoint(Section):
     every: CountOrZero = 0  # steps; 0: never
-    keep: Count = 2  # the newest checkpoints
-    # a loss or a figure of evaluations in metrics.jsonl, as eval_loss: the checkpoint with the best one is kept beside
-    # the newest. That is the highest; of a loss, a perplexity or nats the lowest
+    keep: Count = 2  # newest checkpoints to keep
+    # a loss or evaluation figure in metrics.jsonl, such as eval_loss: the checkpoint with the best value is kept beside
+    # the newest. Best is lowest for a loss, a perplexity or nats, else highest
     keep_best: Annotated[str, Field(pattern=r"^\w+$", max_length=200)] | None = None
     asynchronous: bool = Field(True, alias="async")  # written in the background
-    verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved
-    read_back: bool = False  # each checkpoint is read again before it counts
+    verify: bool = True  # compare checkpoints that are read with the fingerprints of what was saved
+    read_back: bool = False  # read each checkpoint back before it counts
     # {dir: /dev/shm/checkpoints, every: 50, keep: 2} also saves local checkpoints, on each process's host
     local: LocalCheckpoint | None = None
 
@@ -417,13 +416,13 @@ class RunConfig(Section):
 
     @property
     def of_each_kind(self) -> "tuple[RunConfig, ...]":
-        """A run per layer of the period, as if all layers were of its kind."""
+        """One run per layer of the period, with all layers of that kind."""
         if self.model.period is None:
             return (self,)
         return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
 
     def stack_path(self, place: int) -> tuple[str, ...]:
-        """The path, among the parameters, of the layers at this place of their periods."""
+        """The parameter path of the layers at this place in their periods."""
         kinds = self.model.kinds
         return ("blocks", f"{place}_{kinds[place].kind}") if len(kinds) > 1 else ("blocks",)
 
@@ -439,8 +438,8 @@ class RunConfig(Section):
 
     @property
     def remat_policy(self) -> RematPolicy:
-        """`remat`, resolved.  A pipeline saves only a chunk's input and recomputes the chunk.  If remat would save no
-        more, the chunk would run a third time, so the policy is `none`."""
+        """`remat`, resolved.  A pipeline saves only a chunk's input and recomputes the chunk; if remat would save the
+        same, it would only run the chunk a third time, so the policy is `none`."""
         (m, *_), policy, size = self.model.of_each_kind, self.remat.policy, 1
         if policy == "block":
             # Relative to the layer's input (arXiv:2205.05198, section 4.1).

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.config.section import kind_of, sections_within, yaml_fields
 
-Problems = Iterator[str]  # of a check
+Problems = Iterator[str]  # found by a check
 
 
 class Obstacle(NamedTuple):
@@ -27,7 +27,7 @@ class Obstacle(NamedTuple):
     alternative: str  # nearby settings that do not; may be empty
 
 
-OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
+OTHER_NAMES = {  # keys' names in other trainers or earlier versions
     "run.simulate_devices": ["devices"],
     "model.layers": ["n_layer", "num_layers"],
     "model.width": ["n_embd", "d_model", "hidden_size"],
@@ -122,7 +122,7 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def key_of_any_section(word: str, section: str = "") -> str | None:
-    """The section.key, or within `section` the key, that `word` resembles or that others call so."""
+    """The section.key that `word` resembles, by our or others' names; for keys of `section` just the key."""
     names: dict[str, str] = {}
     for key, others in OTHER_NAMES.items():
         names = dict.fromkeys(others, key) | names
@@ -140,7 +140,7 @@ def keys_of_kind(section: str, kind: str = "") -> list[str]:
 
 
 def unknown_section(name: str, value: Any) -> str:
-    if name == "base":  # a file's is read before its sections
+    if name == "base":  # in a file it is read before the sections
         path = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
         return f"base: belongs in a file. Write it there{path}."
     if name in ("config", "grid", "zip", "when"):
@@ -173,7 +173,7 @@ def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, st
 def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str, FieldInfo]]:
     """The wrong key within `section`, as in period[0].span, and all keys beside it."""
     discriminator = RunConfig.model_fields[section].discriminator
-    # pydantic puts the kind before the key, and neither where the kind is wrong.
+    # pydantic puts the kind before the key, and gives neither if the kind is wrong.
     kind, *loc = error["loc"] if discriminator and error["loc"] else ("", *error["loc"])
     if not loc:
         return str(discriminator), {}
@@ -196,16 +196,16 @@ def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str,
 
 
 def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
-    """errors: of one key; several if its value may have several types."""
+    """The problem with one key.  errors: several if its value may have several types."""
     siblings, name = _key_and_siblings(section, errors[0])[1], key.rpartition(".")[2]
     default = _default(siblings.get(name))
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
     if in_list and not key.endswith("]"):
-        # A list is allowed, so its not being of the other types is no error.
+        # Lists are allowed, so errors about other types do not count.
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     whole_value = errors[0]["input"]
     in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]
-    if in_mapping:  # likewise; its name stands before the type that pydantic tried
+    if in_mapping:  # likewise; the key stands before the type that pydantic tried
         inner = in_mapping[0]["loc"][-2]
         key, errors = f"{key}.{inner}", [error for error in in_mapping if error["loc"][-2] == inner]
         default = ""

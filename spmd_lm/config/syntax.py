@@ -18,8 +18,8 @@ CORE_SCHEMA = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "null": r"~|null|Null|NULL|",
 }
-MAX_NODES = 20_000  # of a document; the longest configuration shipped has 60
-MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
+MAX_NODES = 20_000  # per document; the longest configuration shipped has 60
+MAX_DIGITS = 18  # per whole number: fits 64 bits, and is more than any key needs
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -28,7 +28,7 @@ class YamlLoader(yaml.SafeLoader):
 
     def construct_unique_mapping(self, node: yaml.MappingNode) -> dict:
         first_lines: dict[str, int] = {}
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # of !!map [a], construct_mapping tells
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # construct_mapping rejects !!map [a]
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 continue
@@ -96,9 +96,9 @@ def read(text: str) -> tuple[Any, list[str]]:
         return None, ["nested too deeply. A value is a scalar or a list of scalars"]
     except ReaderError as error:
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
-    except (ValueError, KeyError, AttributeError):  # of explicit tags
+    except (ValueError, KeyError, AttributeError):  # from explicit tags
         return None, ["a tag does not fit its value, as in `!!int twelve`. Remove the tag, or correct the value"]
-    except yaml.YAMLError as error:  # construct_decimal's
+    except yaml.YAMLError as error:  # raised in this module
         return None, [str(error)]
 
 

@@ -19,10 +19,10 @@ DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # kept values are divided
 
 
 def valid_text(text: str) -> str:
-    """Checks that a text has no NUL, is UTF-8, and is no remote address."""
+    """Checks that a text has no NUL, is UTF-8, and is not a remote address."""
     if "\0" in text:
         raise PydanticCustomError("text_nul", "expected text without NUL characters")
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are no UTF-8
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are not UTF-8
         raise PydanticCustomError("text_encoding", "expected text in UTF-8")
     if problem := elsewhere(text):
         raise PydanticCustomError("elsewhere", "{problem}", {"problem": problem})
@@ -64,4 +64,4 @@ def _valid_module(text: str) -> str:
 
 
 OwnModule = Annotated[ValidPath, AfterValidator(_valid_module)]
-"""A class or function of the user's: config/own_modules.py."""
+"""A user-defined class or function: config/own_modules.py."""

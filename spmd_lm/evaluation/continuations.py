@@ -37,7 +37,7 @@ class Encoder(NamedTuple):
         return ids
 
     def document(self, text: str | bytes, location: str) -> np.ndarray:
-        """Token ids, after the first token if data.bos puts it before contexts."""
+        """Token ids, after the document-start token if data.bos puts it before contexts."""
         return begin(self.tokenizer, self.encode(text, location))
 
     def continuation(self, context: str, text: str, location: str) -> Continuation:

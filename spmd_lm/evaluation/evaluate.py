@@ -31,10 +31,10 @@ def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[
 def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, float], float]:
     """Metrics of text, and the weight of its tokens.
 
-    outputs: by step and loss, the tokens' first, sums over targets: (loss in nats, weight of correct ones, weight).
+    outputs: per step and loss, the tokens' first, sums over targets: (loss in nats, weight of correct ones, weight).
 
-    eval_loss is the sum of the losses, each a mean in nats; eval_perplexity is of the tokens; eval_accuracy is the
-    share of correct predictions.  Several losses have eval_NAME_loss and eval_NAME_accuracy instead."""
+    eval_loss is the sum of the losses, each a mean in nats; eval_perplexity is that of the tokens; eval_accuracy is the
+    share of correct predictions.  With several losses, eval_NAME_loss and eval_NAME_accuracy replace eval_accuracy."""
     losses, accuracies, weights = {}, {}, {}
     for name in outputs[0]:
         columns = zip(*(output[name] for output in outputs), strict=True)

@@ -31,11 +31,11 @@ NEW_TOKENS = 256  # generate_until's default
 
 
 class HarnessLM(LM):
-    """run: its directory.
+    """run: the run's directory.
     overrides: section.key=value, as on the command line.
     fallback: as for `open_run`.
 
-    Raises ConfigError for a run that is no causal language model."""
+    Raises ConfigError for a run that is not a causal language model."""
 
     def __init__(self, run: str | Path, overrides: Sequence[str] = (), fallback: bool = False):
         super().__init__()

@@ -42,7 +42,7 @@ class Windows:
 def sliding_windows(tokens: np.ndarray, context: int, stride: int, *, last_is_full: bool = False) -> Windows:
     """Windows that move by `stride`, at most `context`, over a text of at least 2 tokens.  Every token but the first,
     which has no context, is scored once, in the first window that predicts it.
-    last_is_full: start the last window earlier, for as much context as there is, instead of letting it be shorter."""
+    last_is_full: start the last window earlier, for all the context there is, instead of making it shorter."""
     last = len(tokens) - 1
     assert last >= 1 and 1 <= stride <= context
     number = 1 + -(-max(last - context, 0) // stride)
@@ -91,7 +91,7 @@ class WindowLoader(Loader):
 
 
 class Scorer:
-    """A program's model.  params: laid out for the program's functions."""
+    """Scores windows with a program's model.  params: laid out for the program's functions."""
 
     def __init__(self, program: Program, params: Tree):
         self.program, self.params = program, params

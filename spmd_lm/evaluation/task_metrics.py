@@ -20,7 +20,7 @@ def task_metrics(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]]
     multiple_choice   {"choices": [R]}: eval_loss, eval_accuracy
     span              {"spans": [R, T, 2]}, start and end logits: eval_loss, eval_exact_match, eval_f1
 
-    Losses are means in nats.  A span's is the mean of its start's and its end's, over features."""
+    Losses are means in nats.  A span's loss is the mean of its start's and its end's, over features."""
     assert len(outputs) == len(loader)
     (name,) = outputs[0]
     logits = np.concatenate([np.asarray(output[name], np.float64) for output in outputs])
@@ -125,7 +125,7 @@ def best_span(start_logits_N: np.ndarray, end_logits_N: np.ndarray, max_answer_l
     max_answer_length = min(max_answer_length, n)
     padded = np.concatenate([end_logits_N, np.full(max_answer_length - 1, -np.inf)])
     end_logits_NL = np.lib.stride_tricks.sliding_window_view(padded, max_answer_length)
-    length_N = end_logits_NL.argmax(axis=1)  # of the best span from each start, minus 1
+    length_N = end_logits_NL.argmax(axis=1)  # best span's from each start, minus 1
     scores_N = start_logits_N + end_logits_NL[np.arange(n), length_N]
     start = int(scores_N.argmax())
     return float(scores_N[start]), start, start + int(length_N[start])

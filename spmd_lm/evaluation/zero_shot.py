@@ -31,7 +31,7 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
     stride: tokens that windows move by; None for each task's own.
     fallback: as for `open_run`.
 
-    Raises ConfigError for a run that is no causal language model, an unknown task or a stride that does not fit, and
+    Raises ConfigError for a run that is not a causal language model, an unknown task or a stride that does not fit, and
     DataError for faults of a task's files; all files are read before the checkpoint is."""
     require_causal(config)
     if getattr(data_of_run(config), "tokenizer", None) in TRAINED_TOKENIZERS:
@@ -51,7 +51,7 @@ def score_tasks(program: Program, params: Tree, tasks: Sequence[EvalTask]) -> di
 
 
 def require_causal(config: RunConfig) -> None:
-    """Raises ConfigError for other runs than causal language models."""
+    """Raises ConfigError unless the run is a causal language model."""
     if not isinstance(config.objective, CausalLM):
         raise ConfigError(
             f"{config.run.directory}: objective.kind={config.objective.kind} gives a text no likelihood, which "
@@ -71,8 +71,8 @@ def naming(key: str) -> Iterator[None]:
 def make_tasks(
     config: RunConfig, specs: Sequence[str], stride: int | None = None, data: Dataset | None = None
 ) -> list[EvalTask]:
-    """The tasks of NAME or NAME=PATH, with their items.  data: the run's own; read again if None.  Raises ConfigError
-    and DataError, which begin with the task or its file."""
+    """The tasks NAME or NAME=PATH, with their items.  data: the run's own; read again if None.  Raises ConfigError and
+    DataError, which begin with the task or its file."""
     parsed = parse_tasks(specs)
     encoder = Encoder(data.tokenizer if data else make_run_tokenizer(config), config.model.vocab)
 
@@ -89,8 +89,8 @@ def make_tasks(
 
 
 def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset | None = None) -> SplitText:
-    """The run's validation or test split; a blend's corpora one after another.  Bytes are known from headers of
-    prepared shards, or if the tokens spell bytes."""
+    """The run's validation or test split; a blend's corpora one after another.  Byte counts come from the headers
+    of prepared shards, or from tokens that spell bytes."""
     section = data_of_run(config)
     if name == "test" and not isinstance(section, Tokens):
         what = f"data.source={section.source} has no test split, as data sets of `spmd-lm prepare` may have"
@@ -114,7 +114,7 @@ def read_shards(splits: list[ShardedTokens], tokenizer: Tokenizer) -> SplitText:
     read = (split.read(np.zeros(1, np.int64), split.size)[0] for split in splits)
     tokens = np.concatenate([np.empty(0, np.int32), *read])
     headers = [shard.header for split in splits for shard in split.shards]
-    if all(header.tokenizer for header in headers):  # Megatron-LM's files do not say
+    if all(header.tokenizer for header in headers):  # Megatron-LM's files do not record it
         return SplitText(tokens, sum(header.text_bytes for header in headers))
     return SplitText(tokens, count_bytes(tokenizer, tokens))
 
@@ -126,7 +126,7 @@ def count_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int | None:
 
 
 def parse_tasks(specs: Sequence[str]) -> list[tuple[type[EvalTask], str]]:
-    """Parses each.  Raises ConfigError for a task that is given twice."""
+    """`parse_task` of each.  Raises ConfigError for a task that is given twice."""
     parsed = [parse_task(spec) for spec in specs]
     names = [kind.name for kind, _ in parsed]
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -135,7 +135,7 @@ def parse_tasks(specs: Sequence[str]) -> list[tuple[type[EvalTask], str]]:
 
 
 def parse_task(spec: str) -> tuple[type[EvalTask], str]:
-    """The task, and its path or ''.  Raises ConfigError for one that is unknown, or lacks its path."""
+    """The task, and its path or ''.  Raises ConfigError for one that is unknown or lacks its path."""
     (name, equals, path), known = spec.partition("="), find_tasks()
     if name not in known:
         near = did_you_mean(name, known)

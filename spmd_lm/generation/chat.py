@@ -30,7 +30,7 @@ def chat_run(
     fallback: bool = False,
     opened: tuple[Program, Tree] | None = None,
 ) -> list[str]:
-    """Answers of a run's newest checkpoint to the user's turns of one conversation, whose answers it reads as it goes.
+    """Answers of a run's newest checkpoint to the user's turns of one conversation; each reads all answers before it.
     fallback, opened: as for `generate_run`.
 
     An answer ends at the end-of-sequence token, at the template's end of a turn, or after sampling.tokens.  Raises

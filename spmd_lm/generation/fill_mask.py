@@ -60,7 +60,7 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
     batch = program.repeated_row(padded, (columns < len(ids)).astype(np.int32))
 
     def probabilities(params: Tree, batch: Batch) -> jax.Array:
-        logits = program.forward(params, batch)["tokens"][0, 0, masks]  # of the first row; all are alike
+        logits = program.forward(params, batch)["tokens"][0, 0, masks]  # the first row; all are alike
         return jax.nn.softmax(mask_logits(logits, is_token))
 
     execute = exclusive_first_call(jax.jit(probabilities, compiler_options=program.xla_options.deterministic))

@@ -50,9 +50,9 @@ def require_generative(config: RunConfig) -> None:
 def generate_text(
     program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling, tokenizer: Tokenizer | None = None
 ) -> list[str]:
-    """Prompts with their continuations, up to the end of the document, or of sampling.tokens if no token marks it.  An
-    empty prompt starts a document.  tokenizer: of the run's data, read again if None.  Raises DataError as
-    `encode_prompt` and `end_token_ids` do."""
+    """Prompts with their continuations, up to the end of the document or sampling.tokens new tokens.  An empty prompt
+    starts a document.  Raises DataError like `encode_prompt` and `end_token_ids`.
+    tokenizer: of the run's data; read again if None."""
     config = program.config
     tokenizer = tokenizer or make_run_tokenizer(config)
     prompt_ids = [encode_prompt(tokenizer, prompt, config.model.vocab) for prompt in prompts]
@@ -65,7 +65,7 @@ def generate_text(
 
 
 def end_token_ids(config: RunConfig, tokenizer: Tokenizer) -> list[int]:
-    """Ids that end a text: the separator of documents, and those named by an imported model's own files."""
+    """Ids that end a text: the separator of documents, and those in an imported model's own files."""
     own = read_end_ids(config.run.directory / TOKENIZER_DIR)
     return sorted({*own, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
 
@@ -111,8 +111,8 @@ def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling:
     """The next token of each row, int32 [batch].
 
     logits: [batch, vocab].
-    rows: the rows' numbers in the global batch, int32 [batch].
-    index: of the new token, from 0 after the prompt; keys the random draw, with the seed and the row."""
+    rows: row indices in the global batch, int32 [batch].
+    index: the new token's, from 0 after the prompt; keys the random draw, with the seed and the row."""
     if sampling.greedy or sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
@@ -126,14 +126,14 @@ def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling:
 
 def window_length(length: int, context: int) -> int:
     """Number of a text's last tokens that the model reads: all, up to `context`.  A longer text restarts from its last
-    half context, and the window grows to `context` again: a KV cache cannot slide, because positions are learned."""
+    half context, and the window grows to `context` again: a KV cache cannot slide under learned positions."""
     shortest = context // 2 or 1
     return length if length <= context else shortest + (length - context - 1) % (context + 1 - shortest)
 
 
 class Generator:
     """A model and its sampling options, compiled for batches of `rows` prompts.
-    tokenizer: restricts sampling to its tokens, and gives those that end a text; None for all ids of the model."""
+    tokenizer: restricts sampling to its tokens, and gives those that end a text; None: all ids of the model."""
 
     def __init__(self, program: Program, rows: int, sampling: Sampling, tokenizer: Tokenizer | None = None):
         shards = program.plan.layout.batch_shards

@@ -11,7 +11,7 @@ MOST_TOKENS = 1_000_000
 class Sampling:
     """Checked options of token sampling."""
 
-    tokens: int = 200  # to generate; the end of a document ends the text earlier
+    tokens: int = 200  # to generate at most; the end of a document ends the text earlier
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1 keeps all
@@ -22,7 +22,7 @@ class Sampling:
         problems = []
         if not 1 <= self.tokens <= MOST_TOKENS:
             problems.append(f"tokens={self.tokens}: ask for 1 to {MOST_TOKENS:,}")
-        if self.temperature and not 1e-6 <= self.temperature <= 1e6:  # float32 has no reciprocal of far larger ones
+        if self.temperature and not 1e-6 <= self.temperature <= 1e6:  # far larger ones have no reciprocal in float32
             problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or 1e-6 to 1e6")
         if not 0 <= self.top_k < 2**31:
             problems.append(f"top_k={self.top_k}: use the number of tokens to keep, or 0 to keep all")

@@ -63,14 +63,14 @@ pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; 
 
 
 class Page:
-    """A page whose sections stand in the order of their addition."""
+    """A page whose sections appear in the order in which they were added."""
 
     def __init__(self, title: str, subtitle: str = ""):
         self._title, self._subtitle = title, subtitle
         self._sections: list[str] = []
 
     def section(self, heading: str, *blocks: Content) -> None:
-        """Adds a section without empty blocks, unless all are empty.  heading: "" for none."""
+        """Adds a section of the blocks that are not empty, if any.  heading: "" for none."""
         body = join(blocks)
         if body:
             title = f"<h2>{escape(heading)}</h2>" if heading else ""
@@ -118,7 +118,7 @@ def figure(picture: Figure, name: str, caption: str = "", about: str = "") -> Ht
 
 
 def cards(*blocks: Content) -> Html:
-    """Blocks side by side, as many as there is room for."""
+    """Blocks side by side, as many as fit."""
     return Html(f'<div class="cards">{join(blocks)}</div>') if any(blocks) else Html()
 
 
@@ -133,7 +133,7 @@ def facts(values: Mapping[str, object]) -> Html:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Right-aligns columns whose cells all begin with a digit, or are empty."""
+    """A table; right-aligns columns whose cells all begin with a digit or a dash, or are empty."""
     cells = [[escape(cell) for cell in row] for row in rows]
     right = [all(re.match(r"[-–−\d]|$", cell) for cell in column) for column in zip(*cells, strict=True)]
     right = right or [False] * len(header)

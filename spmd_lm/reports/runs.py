@@ -37,7 +37,7 @@ from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
 from spmd_lm.runtime.metrics import Attempt, Record, Status, is_number, read_records
 
-METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")  # before all others
+METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")  # drawn before all others
 
 NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
 READ_FILES = ("status.json", CONFIG_FILE, "metrics.jsonl", "samples.txt")
@@ -57,13 +57,13 @@ class RunFiles:
     config: RunConfig | None = None
     config_text: str = ""
     status: Status | None = None  # None before the first attempt
-    written: datetime | None = None  # of status.json
+    written: datetime | None = None  # when status.json was
     killed: bool = False  # status says running, but the process is gone
     records: list[Record] = field(default_factory=list)
     generated: str = ""  # samples.txt
     plan: Mapping[str, Any] | None = None
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # parts that the page cannot show, and why
+    problems: list[str] = field(default_factory=list)  # what the page cannot show, and why
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -80,7 +80,7 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Raises ConfigError for a directory that is no run, and CheckpointError for damaged records or status."""
+    """A run's files.  Raises ConfigError if it is not a run, and CheckpointError for damaged records or status."""
     for path in (directory / name for name in READ_FILES):
         if path.is_symlink():  # the page may be shown to others, who could not read the link's target
             raise ConfigError(f"{path}: is a link, and may lead to what is not the run's. Put the file itself there.")
@@ -133,8 +133,8 @@ def _plan_layout(run: RunFiles, config: RunConfig) -> None:
 
 
 def write_report(directories: Sequence[Path], out: Path | None) -> Path:
-    """Writes the page of these runs to `out`, by default report.html of the first; returns its path.  Raises as
-    read_run does, and ConfigError if the page cannot be written."""
+    """Writes the page of these runs to `out`, by default report.html of the first; returns its path.  Raises like
+    read_run, and ConfigError if the page cannot be written."""
     path = directories[0] / "report.html" if out is None else out
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise ConfigError(f"--out {path}: is not an HTML file. Give a file that ends in .html.")
@@ -148,7 +148,7 @@ def write_report(directories: Sequence[Path], out: Path | None) -> Path:
 
 
 def make_page(directories: Sequence[Path]) -> str:
-    """The HTML of the report on these runs.  Raises as read_run does."""
+    """The HTML of the report on these runs.  Raises like read_run."""
     runs = list(_named(read_run(each) for each in dict.fromkeys(path.resolve() for path in directories)).items())
     alone = len(runs) == 1
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

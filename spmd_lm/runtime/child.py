@@ -1,8 +1,7 @@
-"""Runs functions in a process of their own, whose death is a one-line error here.
+"""Runs functions in a child process, whose death is a one-line error here.
 
-A compiler may end its process: it overflows a stack, fails a check, or takes too much memory.  The child starts anew,
-so that neither threads nor devices of this process are copied, and ends with this process, even if that is killed (on
-Linux).
+A compiler may end its process: it overflows a stack, fails a check, or takes too much memory.  The child is a new
+process, which copies neither threads nor devices of this one, and ends when this one does, even if killed (on Linux).
 
 Calls and outcomes are pickled: they pass over private pipes between this process and its child, never through a file or
 a network."""
@@ -30,8 +29,8 @@ LAST_WORDS = re.compile(r"^(?:F\d{4} .*?\] |ERROR: )(.*)$", re.MULTILINE)
 
 def run_in_child(target: str, function: Callable[..., Returned], *arguments: Any) -> Returned:
     """function(*arguments), in a process of its own, whose exceptions are raised here and whose standard error appears
-    here when it ends.  All must be picklable.  Raises CompilerError if the process dies.  target: compiled for, as
-    v5p:4x4x4."""
+    here when it ends.  All must be picklable.  Raises CompilerError if the process dies.
+    target: what it compiles for, such as v5p:4x4x4."""
     environment = os.environ | {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     command = [sys.executable, "-P", "-m", __name__]
     ended = subprocess.run(command, input=pickle.dumps((function, arguments)), capture_output=True, env=environment)
@@ -68,7 +67,7 @@ def _death(target: str, code: int, said: str) -> CompilerError:
 
 def main() -> NoReturn:
     """The child: reads a call from standard input, and writes its outcome to standard output."""
-    for number in not_ignored(signal.SIGINT):  # Ctrl-C ends it at once, in the midst of compiling too
+    for number in not_ignored(signal.SIGINT):  # Ctrl-C ends it at once, even while it compiles
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
     outcome = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spmd_lm.files import require_own
 
-MAX_BYTES = 4 * 2**30  # of all entries: the least recently used ones are deleted
+MAX_BYTES = 4 * 2**30  # of all entries; the least recently used are deleted
 DIGEST_BYTES = 32
 AUTO, NONE = "auto", "none"
 
@@ -40,8 +40,8 @@ def cache_directory(setting: str, name: str) -> Path | None:
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
-    """setting: run.compilation_cache; `auto` respects jax's own cache if the user has set it up.  A directory that
-    cannot be trusted or written is logged and not used."""
+    """Installs the cache.  A directory that cannot be trusted or written is logged and not used.
+    setting: run.compilation_cache; `auto` keeps jax's own cache if the user has set it up."""
     if setting == NONE or (setting == AUTO and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         uninstall()
         return
@@ -56,7 +56,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 
 
 def install(cache: "VerifiedCache") -> None:
-    """Makes jax use this cache, for which it has no public interface beyond a directory (jax 0.10 to 0.12)."""
+    """Makes jax use this cache; its public interface takes only a directory (jax 0.10 to 0.12)."""
     import jax
 
     from spmd_lm.runtime.jax_internals import compilation_cache
@@ -120,7 +120,7 @@ class VerifiedCache:
             self._evict()
 
     def _entry(self, key: str) -> Path:
-        """The entry's path; includes the processor's instruction set, which jax's key lacks."""
+        """The entry's path, from the key and the processor's instruction set, which jax's key lacks."""
         return self.directory / hashlib.sha256(f"{self._machine} {key}".encode()).hexdigest()
 
     def _evict(self) -> None:

@@ -1,6 +1,6 @@
-"""Workarounds for XLA's clients and compilers in whole processes: symptom, versions, what is done, and what sees it.
+"""Process-wide workarounds for XLA's clients and compilers: symptom, versions, remedy, and the test that covers it.
 
-Importing this imports no jax: some are set up before it starts."""
+This module does not import jax: some workarounds are set up before jax starts."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ def run_in_order(flags: list[str]) -> list[str]:
     """XLA's flags, with IN_ORDER unless the user sets it.
 
     With XLA's other scheduler two scatters of one group may meet, which ends the process (`rendezvous.h: Check failed:
-    id < num_threads`): ZeRO-1 of 7M parameters with two microbatches, data 4 x model 2, in 12 of 12 starts with jax
-    0.10.2 and 0.12 that compiled it; with this one in none of 6.  Steps take as long.  Channels of their own keep them
-    apart too (`number_channels`), but not in a job of several processes: its collectives have no channels.
-    tests/runtime/test_devices.py sees it."""
+    id < num_threads`).  With ZeRO-1, 7M parameters, two microbatches and data 4 x model 2, it ended 12 of 12 starts
+    that compiled the step (jax 0.10.2 and 0.12); with this scheduler none of 6.  Steps take as long.  Separate channels
+    (`number_channels`) also keep them apart, but not in a job of several processes, whose collectives have no channels.
+    tests/runtime/test_devices.py covers it."""
     return flags if any(flag.startswith(IN_ORDER.partition("=")[0]) for flag in flags) else [*flags, IN_ORDER]
 
 
 def enlarge_thread_pool(local_devices: int) -> None:
-    """Sets NPROC, by which XLA's CPU client sizes its thread pool, else by the cores.
+    """Sets NPROC, which sizes the thread pool of XLA's CPU client, instead of the number of cores.
 
     A collective holds threads of that pool for every device until the last one has joined: with 8 devices on 2 cores
     and jax 0.10.2, 4 of 4 runs deadlocked within 4,000 steps; with NPROC at 16 or 64 none did."""
@@ -40,14 +40,14 @@ COLLECTIVES = {
 
 
 def number_channels() -> None:
-    """Gives each collective of programs that are lowered for CPUs from now on a channel of its own.
+    """Gives each collective that is lowered for CPUs from now on a channel of its own.
 
     XLA's CPU client tells collectives apart by their group of devices and their channel, and jax gives all collectives
     of a shard_map channel 1.  They start in the program's order, but a loop or conditional counts as started before the
-    collectives in it are: the next collective after it may overtake them, on one device and not on another.  Where both
-    have the same group they then met: a rendezvous that never ended, or a `Check failed: id < num_threads`.  XLA's
-    partitioners number the collectives that they insert, too.  For other platforms nothing changes: they run
-    collectives in one order, and channel 1 it stays.  tests/runtime/test_channels.py sees it."""
+    collectives in it are: the next collective after it may overtake them, on one device and not on another.  If both
+    have the same group, they then meet: the rendezvous never ends, or fails with `Check failed: id < num_threads`.
+    XLA's partitioners also number the collectives that they insert.  Other platforms keep channel 1: they run all
+    collectives in one order.  tests/runtime/test_channels.py covers it."""
     from spmd_lm.runtime.jax_internals import lowerings, register_lowering
 
     for primitive, entry in list(lowerings.items()):
@@ -77,12 +77,12 @@ def _numbered(rule: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]
 
 
 def exclusive_first_call(execute: Callable[..., Results]) -> Callable[..., Results]:
-    """`execute`, whose first call waits until its arguments are ready, and then until its results are.  That no thread
-    uses the devices meanwhile is up to the caller.
+    """`execute`, whose first call waits until its arguments are ready, and then until its results are.  The caller
+    makes sure that no other thread uses the devices meanwhile.
 
-    XLA completes what it compiled when it first executes it: it reads cuDNN's plans back, which captures a CUDA graph.
-    On a busy H200 such a capture failed in one of six runs ("capturing stream has unjoined work", jax 0.11.2); the
-    state may still be computed then, and the thread of `data.loader.batches_ahead` placed the next batch."""
+    XLA completes a compiled program at its first execution: it reads cuDNN's plans back, which captures a CUDA graph.
+    On a busy H200 such a capture failed in one of six runs ("capturing stream has unjoined work", jax 0.11.2): the
+    state might still be computed, and the thread of `data.loader.batches_ahead` was placing the next batch."""
     executed = False
 
     def call(*arguments: Any) -> Results:
@@ -102,12 +102,12 @@ COMPILER_STACKS = "--undefok=fibers_default_thread_stack_size --fibers_default_t
 
 
 def deepen_compiler_stacks() -> None:
-    """Sets the bytes of stack of each thread that libtpu compiles with, which it reads when it is loaded.  What the
-    user sets comes last, and holds.
+    """Sets the stack size of libtpu's compiler threads, which libtpu reads when it is loaded.  The user's flags come
+    last, and prevail.
 
-    Its own are too small for its cost model of matmuls that are fused with matmuls (SIGSEGV in
-    CalculateClassicWindowCost): GPTs of 4 layers of 1024, context 256, with remat.policy=full; 131072 are enough there
-    (libtpu 0.0.42.1).  A libtpu that does not know the flag ignores it."""
+    The default is too small for its cost model of matmuls fused with matmuls (SIGSEGV in CalculateClassicWindowCost),
+    as in GPTs with 4 layers, width 1024, context 256 and remat.policy=full, where 131072 bytes are enough (libtpu
+    0.0.42.1).  A libtpu that does not know the flag ignores it."""
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
     if COMPILER_STACKS not in arguments:
         os.environ["LIBTPU_INIT_ARGS"] = f"{COMPILER_STACKS} {arguments}".rstrip()

@@ -1,6 +1,6 @@
 """Checks of a job's coordinator, in its first process: its port is free, it listens, and it answers.
 
-jax would find out too, and abort."""
+jax would notice failures too, but abort."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, split_address
 from spmd_lm.runtime.outputs import flush_streams, print_line
 
-CONNECT_SECONDS = 300  # for all processes to start, and for the name of the first one's host to be known
-SILENT_SECONDS = 25  # for the first process to answer, once something listens where it should
+CONNECT_SECONDS = 300  # for all processes to start, and for the first one's host name to resolve
+SILENT_SECONDS = 25  # for the first process to answer, once something listens at its address
 RETRY_SECONDS = 1.0
 # HTTP/2, with which gRPC begins: a client's first bytes, and the type of the frame with which a server answers.
 PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), 4
@@ -23,7 +23,7 @@ PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 
 
 def require_free_port(address: str) -> None:
     """Raises ConfigError if this process cannot listen at host:port, where jax would crash.  Unless the job is on one
-    host, it listens on every network, of IPv6 and IPv4."""
+    host, the coordinator listens on every network, IPv6 and IPv4."""
     host, port = split_address(address)
     both = host != LOCALHOST and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -52,8 +52,8 @@ def wait_for_coordinator(address: str) -> None:
 
 @contextlib.contextmanager
 def connecting(coordinator: str | None) -> Iterator[None]:
-    """While jax connects to the coordinator at host:port, or is it (None): if that falls silent, or not all processes
-    connect in CONNECT_SECONDS, ends this process with a line and exit code 8.  jax would abort, with a stack."""
+    """Watches jax connect to the coordinator at host:port (None: this process).  If that falls silent, or not all
+    processes connect in CONNECT_SECONDS, ends this process with a line and exit code 8; jax aborts, with a stack."""
     connected = threading.Event()
 
     def watch() -> None:

@@ -1,7 +1,7 @@
 """The devices of a run: those of all its job's processes, or simulated ones.
 
 Simulated devices are one CPU posing as many, so that every layout can be run, and tested, anywhere.  XLA reads these
-settings once, when its backend starts: before the first use of jax."""
+settings once, when its backend starts, so they are made before the first use of jax."""
 
 import os
 import re
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAG = "--xla_force_host_platform_device_count"
 MOST_SIMULATED = 512  # by one process: these take 5 s and 0.7 GiB to start
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # by which jax itself knows that there is one
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # jax's own signs of a GPU
 
 
 def set_up_devices(config: "RunConfig") -> "RunConfig":
@@ -59,7 +59,7 @@ def devices_present() -> "list[jax.Device]":
 
     try:
         return jax.devices()
-    except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS=cuda without a GPU is an assertion, without a text
+    except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS=cuda without a GPU: an AssertionError, no text
         reason = re.sub(r" \((set JAX_PLATFORMS|you may need).*", "", str(error).partition("\n")[0]).rstrip(".")
         if asked := jax.config.values["jax_platforms"]:
             problem = f"JAX_PLATFORMS={asked}: jax does not find these devices: {reason or 'this machine has none'}. "
@@ -100,7 +100,7 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
     enlarge_thread_pool(local_devices)
 
     jax = sys.modules.get("jax")
-    number_channels()  # imports jax, which may still be set up
+    number_channels()  # imports jax, which can still be configured
     if jax and processes == 1:  # imported, perhaps not started yet: device_count starts it
         present = f"{jax.device_count()} {jax.default_backend()}"
         if present != f"{devices} cpu":
@@ -122,7 +122,7 @@ def hide_xla_warnings() -> None:
     errors still reach standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not any(map(os.path.exists, GPU_FILES)):
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # a traceback: no driver, no cuDNN
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # else a traceback: no driver, no cuDNN
     if not has_tpu():  # libtpu asks for them, and writes to standard error if it finds none
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -70,7 +70,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             what = f"{error.filename or target}: {error.strerror}. {target} was not created"
             raise ConfigError(f"{what}: free some space, change the permissions, or choose another name.") from error
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
+            shutil.rmtree(temporary, ignore_errors=True)  # already gone if it was renamed
 
 
 def _exit(number: int, _: FrameType | None) -> None:

@@ -19,12 +19,12 @@ ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 UNLIMITED = ("platform", "cuda_async")
 
 ALLOCATED_BY_DEFAULT = 0.75
-LARGE = 0.92  # leaves 6 GiB of the smallest GPU with memory in hardware.yaml to CUDA, cuDNN and NCCL
+LARGE = 0.92  # leaves CUDA, cuDNN and NCCL 6 GiB of the smallest GPU whose memory hardware.yaml has
 
 
 class AllocatedShare(NamedTuple):
-    value: float  # most of a GPU's memory that jax allocates
-    variable: str  # that raises it
+    value: float  # largest share of a GPU's memory that jax allocates
+    variable: str  # environment variable that raises it
 
     @property
     def larger(self) -> "AllocatedShare":
@@ -32,7 +32,7 @@ class AllocatedShare(NamedTuple):
 
 
 def allocated_share(environment: Mapping[str, str] = os.environ) -> AllocatedShare:
-    """Raises ConfigError for values that jaxlib refuses, or accepts although no GPU has that much."""
+    """The share under this environment.  Raises ConfigError for values that jaxlib refuses, or that no GPU has."""
     given = [name for name in (FRACTION, NEW_FRACTION) if environment.get(name)]
     if len(given) > 1:
         raise ConfigError(f"{FRACTION} and {NEW_FRACTION} are both set, which jax refuses. Unset one of them.")
@@ -49,7 +49,7 @@ def _fraction(variable: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if 0 < value <= 1:  # not of a NaN
+    if 0 < value <= 1:  # false for NaN
         return value
     raise ConfigError(
         f"{variable}={text:.40}: the part of a GPU's memory that jax allocates, above 0 and at most 1. Set it to "

@@ -1,7 +1,7 @@
 """Assigns GPUs to the processes of a job, if several of a host see the same ones.
 
-No launcher tells: with `--gpus-per-task=2` a task's GPUs are 0 and 1 in its own cgroup, and all tasks of a host with
-two see 0 and 1 too.  UUIDs distinguish the cases."""
+Launchers do not tell: with `--gpus-per-task=2` a task's GPUs are 0 and 1 in its own cgroup, and all tasks of a host
+with two see 0 and 1 too.  UUIDs distinguish the cases."""
 
 import ctypes
 from collections import defaultdict
@@ -27,9 +27,9 @@ def visible_gpus() -> list[str]:
 
 
 def share(seen: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Indices of each process's own GPUs, among those that it sees.  seen: UUIDs, by process.  GPUs that only one
-    process sees are its own; those that several see are divided among them.  Raises ConfigError if some would be idle,
-    or if two processes see partly the same GPUs."""
+    """Indices of each process's own GPUs among those it sees; GPUs that several processes see are divided among them.
+    Raises ConfigError if some would be idle, or if two processes see partly the same GPUs.
+    seen: UUIDs, by process."""
     sharers = defaultdict[frozenset[str], list[int]](list)
     first_user: dict[str, int] = {}
     for process, gpus in enumerate(seen):

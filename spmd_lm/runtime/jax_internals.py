@@ -1,8 +1,8 @@
-"""The private names of jax that this package uses, and why no public one does.  Importing this imports jax."""
+"""The private names of jax that this package uses, and why no public one would do.  Importing this imports jax."""
 
 from typing import Any
 
-from jax._src import compilation_cache as compilation_cache  # the public one takes a directory alone, no other cache
+from jax._src import compilation_cache as compilation_cache  # the public one takes only a directory, no cache
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax.interpreters import mlir
@@ -12,9 +12,9 @@ global_state: Any = distributed.global_state
 preemption service, which public jax starts when the process joins, or never."""
 
 cluster_types: Any = ClusterEnv._cluster_types
-"""Launchers and clouds, each with the number of this process, which public jax tells only after it has joined."""
+"""Launchers and clouds, each with the index of this process, which public jax has only after it has joined."""
 
 lowerings: Any = mlir._lowerings
-"""Lowering rules by primitive; public jax has rules for new primitives alone."""
+"""Lowering rules by primitive; public jax only adds rules for new primitives."""
 
 register_lowering, ir = mlir.register_lowering, mlir.ir

@@ -29,12 +29,12 @@ Environment = Mapping[str, str]
 class Launcher(NamedTuple):
     """Environment variables of a launcher that starts each process itself."""
 
-    sign: str  # set by no other launcher
+    sign: str  # set by this launcher alone
     processes: str
     process_id: str
     local_processes: str
     job: tuple[str, ...]  # identify the job, equal in all processes
-    host: str = ""  # of the first process, if set
+    host: str = ""  # the first process's, if the launcher sets it
 
 
 TORCHRUN_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -51,7 +51,7 @@ class ProcessInfo:
     num_processes: int
     process_id: int
     coordinator_address: str | None = None  # host:port of process 0
-    local_processes: int | None = None  # on its host, if the launcher tells
+    local_processes: int | None = None  # on its host, if the launcher sets it
 
     @property
     def on_one_host(self) -> bool:
@@ -100,7 +100,7 @@ def detect_process(environment: Environment) -> ProcessInfo | None:
     if process.coordinator_address is None:
         what = f"{process.num_processes} processes, and {ADDRESS} is not set"
         raise ConfigError(f"{what}: each process would train alone. Set it to host:port of the first one.")
-    split_address(process.coordinator_address)  # ConfigError for another text
+    split_address(process.coordinator_address)  # ConfigError if it is not host:port
     return replace(process, local_processes=process.num_processes) if process.on_one_host else process
 
 
@@ -133,7 +133,7 @@ def _from_jax(environment: Environment) -> ProcessInfo | None:
 
 
 def _from_slurm(environment: Environment) -> ProcessInfo | None:
-    """Reads a task of a step, as started by srun; sbatch's own script is no step."""
+    """Reads the variables of a task in a step, as started by srun; sbatch's own script is not a step."""
     if "SLURM_STEP_NODELIST" not in environment or environment.get("SLURM_STEP_NUM_TASKS") == "1":
         return None
     processes = _required(environment, "SLURM_STEP_NUM_TASKS", 1)

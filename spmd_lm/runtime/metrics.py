@@ -34,11 +34,11 @@ attempts."""
 
 CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)  # exit codes of resumable attempts; None: killed
 
-RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]  # random, the name of a directory; '' if unknown
+RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]  # random, also names a directory; '' if unknown
 
 MAX_ATTEMPTS = 100  # kept in status.json: a spot machine's run may have thousands
 
-MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # to read at most; a million records have 2**28 bytes
+MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # read at most; a million records take 2**28 bytes
 
 NONE_SAVED = -1  # status.json's saved_step before the first checkpoint
 
@@ -49,7 +49,7 @@ def is_number(value: Any) -> bool:
 
 
 def lower_is_better(figure: str) -> bool:
-    """Decides by the name of a figure in metrics.jsonl."""
+    """True for the name of a loss, a perplexity or nats in metrics.jsonl."""
     return bool({"loss", "perplexity", "nats"} & {*figure.split("_")})
 
 
@@ -152,7 +152,7 @@ class Attempt(BaseModel):
     platform: str
     device_kind: str
     processes: int
-    recovery: Seconds | None = None  # since an attempt that was cut short, to this one's first step
+    recovery: Seconds | None = None  # from an attempt that was cut short to this one's first step
     peak_bytes: NonNegative | None = None  # most on one device of the first process; None if not measured
 
     @classmethod
@@ -178,7 +178,7 @@ class Attempt(BaseModel):
     def measure(self) -> None:
         import jax
 
-        with suppress(RuntimeError):  # of a lost device: it must not hide the error that reports this
+        with suppress(RuntimeError):  # a lost device: this must not hide the error that reports it
             stats = [device.memory_stats() or {} for device in jax.local_devices()]
             peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
             self.peak_bytes = max(peaks, default=self.peak_bytes)
@@ -194,10 +194,10 @@ class Status(BaseModel):
     step: StepNumber  # done
     exit_code: int | None = None  # None while running
     run_id: RunId = ""  # random, also in its checkpoints; empty in older versions
-    saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED; None in older versions
+    saved_step: StepNumber | None = None  # the newest checkpoint's, or NONE_SAVED; None in older versions
     restarts: NonNegative
     goodput: dict[str, Seconds]  # wall-clock seconds of all its attempts, by BUCKETS
-    compile_seconds: Seconds | None = None  # of the last compilation: an estimate of the next one
+    compile_seconds: Seconds | None = None  # the last compilation's: an estimate of the next one's
     recovery: dict[str, Seconds] | None = None  # count, p50 and max of its attempts' recoveries, in seconds
     # the last MAX_ATTEMPTS ones, the newest last; empty in older versions
     attempts: list[Attempt] = Field(default=[], validation_alias="lives", serialization_alias="lives")
@@ -221,7 +221,7 @@ class Status(BaseModel):
             raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
     def goodput_until(self, resume_step: int) -> dict[str, float]:
-        """goodput at the next attempt, which resumes after this step."""
+        """`goodput` when the next attempt begins, which resumes after this step."""
         spent = dict.fromkeys(BUCKETS, 0.0) | self.goodput
         if not self.attempts:
             return spent
@@ -234,7 +234,7 @@ class Status(BaseModel):
         return spent
 
     def is_ancestor(self, step: int, start: int) -> bool:
-        """True if the state after `step`, as computed by attempt number `start`, from 0, is in the run's history: no
+        """True if the state after `step`, as computed by attempt number `start` (from 0), is in the run's history: no
         later attempt resumed from an earlier step."""
         num_later = self.restarts - start
         later = self.attempts[len(self.attempts) - num_later :]
@@ -250,8 +250,8 @@ class Status(BaseModel):
             self.recovery = {"count": len(recoveries), "p50": median, "max": max(recoveries)}
 
     def write(self, clock: "Clock | None" = None, **changes: Any) -> None:
-        """Writes the file.  clock: of this attempt, which is then updated too.  Raises OutputError if it cannot be
-        written."""
+        """Writes the file.  Raises OutputError if it cannot be written.
+        clock: this attempt's; the attempt is then updated too."""
         for key, value in changes.items():
             setattr(self, key, value)
         if clock is not None and self.attempts:

@@ -1,7 +1,7 @@
 """Sets up a notebook in its first cell: installs spmd_lm for this machine's devices, then starts jax on them.
 
-It runs before anything is installed, in Google Colab beside an older jax: until then it imports the standard library
-alone.  The kernel keeps imported modules: if a package is replaced later, only a new kernel has the new one."""
+It runs before anything is installed, in Google Colab beside an older jax, so at first it imports only the standard
+library.  The kernel keeps imported modules: if a package is replaced later, only a new kernel has the new one."""
 
 import importlib
 import re
@@ -18,7 +18,7 @@ from spmd_lm.runtime.programs import ask
 
 CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # NVIDIA's oldest driver and GPU for CUDA 13
 
-DRIVER_SECONDS = 30.0  # for nvidia-smi, which takes seconds on a host of eight
+DRIVER_SECONDS = 30.0  # for nvidia-smi, which takes seconds with eight GPUs
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 # jax's devices of a TPU chip, by its PCI id: v2 and v3, v4, v5p, v5e, v6e, 7x (jax/_src/hardware_utils.py).
@@ -30,7 +30,7 @@ RESTART = "Restart the runtime (Colab: Runtime > Restart session; else restart t
 class Accelerators(NamedTuple):
     platform: str
     devices: int
-    extra: str  # of pyproject.toml, which installs jax for them
+    extra: str  # the extra in pyproject.toml that installs jax for them
 
 
 def set_up_notebook(devices: int = 8) -> None:

@@ -20,9 +20,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 QUIET_LOGGERS = ("absl", "asyncio", "matplotlib")
-"""Loggers without information.  Orbax logs the traceback of every thread that a failed save ends, and asyncio those of
-its tasks; the first of these errors is raised too, and our code explains it.  Matplotlib reports its cache if outside
-the home directory."""
+"""Loggers without useful information.  Orbax logs the traceback of every thread that a failed save ends, and asyncio
+those of its tasks; the first of these errors is raised too, and our code explains it.  Matplotlib reports a cache
+outside the home directory."""
 
 
 class UnfailingStream:
@@ -103,7 +103,7 @@ def open_closed_streams() -> None:
 
 def quiet_libraries() -> None:
     """Logs libraries' warnings and errors to standard error, except QUIET_LOGGERS', and hides unraisable exceptions
-    that say nothing."""
+    without information."""
     handler = logging.StreamHandler()
     handler.addFilter(is_heard)
     handler.setFormatter(LineFormatter("%(levelname)s: %(name)s: %(message)s"))
@@ -117,7 +117,7 @@ def is_heard(record: logging.LogRecord) -> bool:
 
 def report_unraisable(unraisable: Any) -> None:
     """Python's hook, except for Ctrl-C (in a callback of the garbage collector) and for tensorstore's threads: each
-    tells orbax that it failed, but orbax has left with the first one's error."""
+    tells orbax that it failed, but orbax has already raised the first one's error."""
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt) and str(error) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)

@@ -1,4 +1,4 @@
-"""The processes of one job: they connect, and continue only if all of them run the same thing.
+"""The processes of one job: they connect, and continue only if all of them run the same program.
 
 jax.distributed would find most launchers itself, but under SLURM and Open MPI it gives each process one GPU, even one
 that has a host of eight to itself, and process 0 listens on every network of its host."""
@@ -41,12 +41,12 @@ HEARTBEAT_SECONDS = 15  # a process silent for longer is dead, and ends the othe
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # named in one line
 FAILED = "spmd_lm/failed"  # key of the first process to fail
-POLL_SECONDS = 1  # between questions to the coordinator for it
-agreements = itertools.count()  # a process may train twice: keys are written once
+POLL_SECONDS = 1  # between polls of the coordinator for it
+agreements = itertools.count()  # numbers exchanges: keys are written once, and a process may train twice
 LEAVE_SECONDS = 15  # for a process that leaves to say why
 TELL_SECONDS = 2  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
-aborted = threading.Event()  # set when jax aborts it, after which no question to the coordinator returns
+aborted = threading.Event()  # set when jax aborts it: calls to the coordinator then never return
 # Words in messages of collectives that fail because a process is gone.
 LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "unhealthy")
 
@@ -82,7 +82,7 @@ def join(process: ProcessInfo | None) -> None:
     if process:
         (wait_for_coordinator if process.process_id else require_free_port)(options["coordinator_address"])
     jax.config.update("jax_enable_preemption_service", False)  # until training starts it: SIGTERM ends other verbs
-    # jax would abort, earlier than `connecting` ends the process.
+    # So long that `connecting` ends the process before jax aborts it.
     timeouts: dict[str, Any] = {
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
         "initialization_timeout": 2 * CONNECT_SECONDS,
@@ -100,7 +100,7 @@ def join(process: ProcessInfo | None) -> None:
     exit_on_abort()
     watcher = threading.Thread(target=end_with_job, daemon=True)
     watcher.start()
-    atexit.register(watcher.join)  # before Python ends, which may not find the thread within the client
+    atexit.register(watcher.join)  # before Python ends: the thread must not be in the client then
     atexit.register(leaving.set)
     if process:
         use_own_gpus(process.process_id)
@@ -126,7 +126,7 @@ def exit_on_abort() -> None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """True if a collective, or a question to the coordinator, failed because, to this process, another one is gone."""
+    """True if a collective or a call to the coordinator failed because another process seems to be gone."""
     import jax
 
     if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST_PEER):
@@ -303,7 +303,7 @@ def end_with_job() -> None:
     while not leaving.wait(POLL_SECONDS):
         try:
             failure = json.loads(client.key_value_try_get(FAILED))
-        except jax.errors.JaxRuntimeError:  # none has
+        except jax.errors.JaxRuntimeError:  # none has failed
             continue
         which = f"process {failure['process']} on {failure['host']}"
         print_line(f"error: {which} failed with exit code {failure['code']}: see its output.", sys.stderr)

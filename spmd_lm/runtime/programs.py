@@ -25,7 +25,7 @@ def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
         text = process.stdout.read(MOST_OUTPUT)
         answers.append((0 if len(text) == MOST_OUTPUT else process.wait(), text))
 
-    thread = threading.Thread(target=read, daemon=True)  # no signal ends a process within a driver
+    thread = threading.Thread(target=read, daemon=True)  # no signal ends a process that hangs in a driver
     thread.start()
     thread.join(seconds)
     code, text = answers[0] if answers else (0, None)

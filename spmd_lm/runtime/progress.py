@@ -18,17 +18,17 @@ from spmd_lm.runtime.outputs import escape_controls, unfailing
 
 
 class Progress:
-    """Prints the progress of a run, silently once printing fails: a reader may leave, as `head` does, a terminal be
+    """Prints the progress of a run, silently once printing fails: a reader like `head` may leave, a terminal be
     closed, a log's disk be full.  In a job only the first process prints, and without a live line: launchers mix their
     output, and mpirun gives each process a terminal of its own."""
 
     def __init__(self, steps: int, console: Console | None = None, process: int = 0, processes: int = 1):
         self.steps = steps
-        terminal = False if processes > 1 else None  # None: if the output is one
+        terminal = False if processes > 1 else None  # None: rich detects it
         self._console = console or Console(
             file=unfailing(sys.stdout), highlight=False, quiet=process > 0, force_terminal=terminal
         )
-        self._metrics = ""  # of the last record, kept on the live line until the next one
+        self._metrics = ""  # the last record's, kept on the live line until the next one
         self._first_step: tuple[int, float] | None = None  # with the time at its end
         self._display = Live(console=self._console, transient=True)
 
@@ -38,7 +38,7 @@ class Progress:
             self._console.print(Text(escape_controls(message)), soft_wrap=True)
 
     def live_line(self) -> AbstractContextManager[object]:
-        """Shows a live line on a terminal within this block.  A notebook is no terminal, but rich would show it one."""
+        """Shows a live line on a terminal within this block.  A notebook is none, but rich would show one there."""
         return self._display if self._console.is_terminal else nullcontext()
 
     @contextmanager
@@ -93,7 +93,7 @@ def format_record(record: Record) -> str:
 
 
 def _evaluation_metrics(record: Record) -> list[str]:
-    """An evaluation's metrics besides its loss: the perplexity if it predicts tokens only, else all accuracies."""
+    """An evaluation's metrics besides its loss: the perplexity if only tokens are predicted, else all accuracies."""
     shares = {
         name.removeprefix("eval_").removesuffix("_accuracy"): value
         for name, value in record.items()

@@ -60,7 +60,7 @@ def interruptible() -> AbstractContextManager[None]:
 
 
 class StopSignals:
-    """Records in `received` the first signal that asked to stop; None outside the main thread."""
+    """Records in `received` the first stop signal; outside the main thread it sees none."""
 
     def __init__(self, answer: str = BEFORE_STEPS) -> None:
         self.received: signal.Signals | None = None
@@ -68,7 +68,7 @@ class StopSignals:
         self._answer = answer
 
     def __enter__(self) -> "StopSignals":
-        self._left_to_jax = False  # SIGTERM
+        self._left_to_jax = False  # True once jax handles SIGTERM
         hangup = not_ignored(signal.SIGHUP)  # nohup ignores it, so that a run survives its terminal
         self._handlers = handle_signals([signal.SIGTERM, signal.SIGINT, *hangup], self._handle)
         self._handlers.__enter__()

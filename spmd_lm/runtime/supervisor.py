@@ -22,8 +22,8 @@ STOPPED_SECONDS = 30.0  # a process stopped for longer, by SIGSTOP or a debugger
 
 
 class Supervisor:
-    """saved_steps: counts the steps saved now.
-    attempts: consecutive restarts without new ones."""
+    """saved_steps: returns the number of steps saved so far.
+    attempts: most consecutive restarts without new ones."""
 
     def __init__(
         self, command: Sequence[str], saved_steps: Callable[[], int], attempts: int, log: Callable[[str], None]
@@ -61,7 +61,7 @@ class Supervisor:
         """The exit code of one start; negative if a signal killed it."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._process = subprocess.Popen(self._command, env=environment, start_new_session=True)
-        if self._signal is not None:  # it came before there was a process to tell
+        if self._signal is not None:  # it came before the process existed
             self._process.send_signal(self._signal)
         stopped = 0.0
         while True:
@@ -91,7 +91,7 @@ def restart_reason(code: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process is stopped, as far as /proc tells."""
+    """True if a process is stopped, according to /proc."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except OSError:

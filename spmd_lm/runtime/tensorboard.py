@@ -1,8 +1,8 @@
 """Scalars in TensorBoard's format: one event file per attempt.
 
-A file is TFRecords: length, checksum, an Event in protobuf's encoding, checksum.  Written by hand, because the packages
-that write it import torch or grpc, seconds of every start.  An attempt first records the step
-from which it repeats: TensorBoard then drops these steps from earlier files.
+A file is TFRecords: length, checksum, an Event in protobuf's encoding, checksum.  Written by hand, because packages
+that write it import torch or grpc, which takes seconds.  An attempt first records its first step: TensorBoard then
+drops earlier files' records from there on.
 
 Sources: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto, tsl/lib/io/record_writer.h."""
 

@@ -48,7 +48,7 @@ def open_wandb(run: RunIdentity) -> TrackerRun:
     import wandb
 
     wandb.setup(settings=wandb.Settings(silent=True))  # before anything can ask for an API key on the terminal
-    timeout = {"finish_timeout": 0.8 * CLOSE_SECONDS, "finish_timeout_raises": True}  # the rest is on disk then
+    timeout = {"finish_timeout": 0.8 * CLOSE_SECONDS, "finish_timeout_raises": True}  # the rest is then on disk
     settings = wandb.Settings(silent=True, console="off", reinit="create_new", **timeout)
     opened = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -63,7 +63,7 @@ def open_wandb(run: RunIdentity) -> TrackerRun:
 
 
 def open_trackio(run: RunIdentity) -> TrackerRun:
-    """Opens a run under name and id: trackio identifies runs by name."""
+    """Opens a run named NAME-ID: trackio identifies runs by name."""
     import trackio
 
     opened = trackio.init(

@@ -1,7 +1,7 @@
 """Detects a step, a save or an evaluation that does not end: a deadlock, a device or a file system that hangs, a
 stopped process of the job.
 
-Heartbeats do not: another thread sends them.  For a stopped process they end too, and end the job with code 8 if
+Heartbeats do not: another thread sends them.  Only a stopped process sends none, which ends the job with code 8 if
 train.watchdog is more patient.  The stacks of all threads go to standard error, with the lagging process, and this
 process ends with exit code 7, at once: a thread that waits for a collective cannot be interrupted."""
 
@@ -34,7 +34,7 @@ class StepWatch:
     """Ends the process if a step takes longer than max(factor x median step, minimum), or another activity longer than
     its multiple in PATIENCE.
 
-    activity: the current one; activities not in PATIENCE have no limit.
+    activity: returns the current one; those not in PATIENCE have no limit.
     on_hang: called with a message before the end."""
 
     def __init__(self, limits: Watchdog, activity: Callable[[], str], on_hang: Callable[[str], None]):

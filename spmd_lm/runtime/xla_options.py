@@ -49,7 +49,7 @@ class HardwareOptions(NamedTuple):
         return needed.lstrip("-") in _effective_flags(os.environ.get(name, ""))
 
     def advice(self, *, absent: bool) -> str:
-        """Advice on how to set the missing environment variable."""
+        """Advice to set the missing environment variable."""
         name, _, value = self.environment.partition("=")
         add = f"add {value} to {name} of every process before it starts, so that {self.reason}"
         return f"xla     where this runs, {add}" if absent else f"xla     options are not set: {add}"
@@ -72,7 +72,7 @@ def table() -> tuple[HardwareOptions, ...]:
 
 class XlaOptions(NamedTuple):
     options: list[Option]
-    advice: list[str]  # lines about options that need another environment
+    advice: list[str]  # lines about options that need other environment variables
     deterministic: dict[str, Value]  # options of run.deterministic, needed by every program of a run
 
     @property
@@ -86,7 +86,7 @@ class XlaOptions(NamedTuple):
 
 def options_for(setting: Setting, platform: str, kind: str, *, absent: bool, deterministic: bool = False) -> XlaOptions:
     """Options of `setting` for a device of this platform and kind.
-    absent: compiled for, but not run on.  deterministic: run.deterministic."""
+    absent: it is compiled for, not run on.  deterministic: run.deterministic."""
     own = setting if isinstance(setting, dict) else {}
     fitting = [row for row in table() if row.fits(platform, kind, absent=absent)]
     rows = [row for row in fitting if (deterministic if row.deterministic else row.required or setting == "auto")]

@@ -1,5 +1,5 @@
-"""`spmd-lm bench --calibrate`: measures the figures of cost_model/hardware.yaml on the present devices, and writes a
-row of such a table.
+"""`spmd-lm bench --calibrate`: measures the figures of cost_model/hardware.yaml on these devices, and writes a row of
+such a table.
 
 All devices work at the same time, as in a step: simulated ones each have a part of the CPU.  Times are the best of
 several, because other programs only ever lengthen them.  A rate is the difference between two programs with different
@@ -31,12 +31,12 @@ MEASURED = "# Measured"  # first words of a table that another calibration may r
 REPEATS = 7
 LARGER_ON_ACCELERATORS = 16  # times the arrays of a CPU
 
-ELEMENTS = 2**23  # of an array larger than any cache
+ELEMENTS = 2**23  # in an array larger than any cache
 FEW, MANY = 1, 9  # passes over such an array
 FEW_KERNELS, MANY_KERNELS = 64, 320
 FEW_PAIRS, MANY_PAIRS = 1, 5  # of matmuls
 AXIS = "devices"
-ATTENTION = 0.5  # of the matmul rate, in one kernel: an assumption, as in the published table
+ATTENTION = 0.5  # share of the matmul rate, in one kernel: an assumption, as in the published table
 INNER = (32, 64, 128, 256, 512)  # inner dimensions of matmuls; scaled up on accelerators
 
 Body = Callable[..., Array]
@@ -72,7 +72,7 @@ def gather(x: Array) -> Array:
 
 
 class Calibration:
-    """Times arrays of `dtype` on all devices, by default all of this job."""
+    """Times operations on arrays of `dtype` on these devices, by default all of this job."""
 
     def __init__(self, dtype: str, devices: list[Any] | None = None):
         self.devices, self.dtype = devices or jax.devices(), jnp.dtype(dtype)
@@ -91,8 +91,8 @@ class Calibration:
         return jax.jit(mapped, donate_argnums=0 if in_place else ()).lower(*arrays).compile()
 
     def seconds(self, bodies: Sequence[Body], *shapes: tuple[int, ...], in_place: bool = True) -> list[float]:
-        """Least seconds of each program on every device, in turns, with random arrays of these shapes: a GPU multiplies
-        ones faster."""
+        """Least seconds of each program on every device, in turns, with random arrays of these shapes: a GPU
+        multiplies matrices of ones faster."""
         programs = [self.compiled(body, *shapes, in_place=in_place) for body in bodies]
         first, *rest = (self.random_array(shape) for shape in shapes)
         inputs = jnp.copy(first)
@@ -110,7 +110,7 @@ class Calibration:
         return (len(self.devices) * shape[0], *shape[1:])
 
     def random_array(self, shape: tuple[int, ...]) -> Array:
-        """Normal, with variance 1 / its last dimension, so that such products neither grow nor vanish."""
+        """Normal numbers of variance 1 / the last dimension, so that repeated products neither grow nor vanish."""
         make = jax.jit(
             lambda key: jax.random.normal(key, self._global_shape(shape), self.dtype) / shape[-1] ** 0.5,
             out_shardings=self.sharding,
@@ -137,8 +137,8 @@ class Calibration:
         return (MANY - FEW) * 2 * elements * self.dtype.itemsize / max(many - few, 1e-9)
 
     def products(self) -> tuple[float, float]:
-        """(FLOP/s of a large matmul, inner dimension at half of that), by a linear fit of seconds per FLOP to 1 /
-        inner."""
+        """(FLOP/s of a large matmul, inner dimension that reaches half of that), by a linear fit of seconds per FLOP to
+        1 / inner."""
         rows, pairs = 512 * self.scale, [products(n) for n in (FEW_PAIRS, MANY_PAIRS)]
         per_flop = []
         for inner in (n * self.scale for n in INNER):
@@ -160,13 +160,13 @@ class Calibration:
 
 
 def allocated(device: Any) -> int | None:
-    """Bytes of an accelerator that jax allocates at most, on a GPU a share of its memory; None if jax sets or reports
-    no limit."""
+    """Most bytes that jax allocates on an accelerator, on a GPU a share of its memory; None if jax sets or reports no
+    limit."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def memory_size(devices: list[Any]) -> float:
-    """Bytes of one device.  Raises ConfigError for a GPU of unknown size."""
+    """Bytes of memory of one device.  Raises ConfigError for a GPU of unknown size."""
     device, limit, known = devices[0], allocated(devices[0]), find_hardware(devices[0].device_kind)
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
@@ -187,7 +187,7 @@ def memory_size(devices: list[Any]) -> float:
 
 
 def calibrate(dtype: str) -> dict[str, Any]:
-    """A row of hardware.yaml, for all devices of this process.  dtype: of matmuls and elements."""
+    """A row of hardware.yaml, for all devices of this process.  dtype: of matmuls and arrays."""
     here = Calibration(dtype)
     device, known = here.devices[0], find_hardware(here.devices[0].device_kind)
     size, limit = memory_size(here.devices), allocated(device)
@@ -213,7 +213,7 @@ def calibrate(dtype: str) -> dict[str, Any]:
 
 
 def of_measured(known: Hardware, rate: float, bandwidth: float) -> dict[str, float]:
-    """Rates of kernels in compiled steps by the published table, as shares of measured ones."""
+    """The published table's rates of kernels in compiled steps, as shares of the measured rates."""
     assert known.compiled and known.memory
     reached, of_peak = known.compiled, known.peak_flops / rate
     shares = (

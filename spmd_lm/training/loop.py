@@ -44,13 +44,13 @@ ACTIVITIES = dict.fromkeys(("step", "data", "other"), "step")
 ACTIVITIES |= {"checkpoint": "checkpoint", "eval": "evaluation"}
 """Activities with a time limit, train.watchdog, by the clock's buckets."""
 
-PROMPTS = ["", "The ", "def "]  # of samples.txt
+PROMPTS = ["", "The ", "def "]  # continued in samples.txt
 
 
 def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool = False) -> Exit:
     """Trains the run in run.dir up to train.steps, from its newest checkpoint if any; damaged ones are moved aside.
 
-    signals: None if the caller watches none yet.
+    signals: None if the caller does not watch any.
     fallback: take run.init_from's newest undamaged checkpoint.
 
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
@@ -67,7 +67,7 @@ def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool 
 
 
 def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals, fallback: bool) -> Exit:
-    """`train`, or DamagedCheckpointError before the first step is done and any file is written."""
+    """One try at `train`; raises DamagedCheckpointError before the first step is done and any file is written."""
     config, messages = run_dir.config, run_dir.check_config()
     run_dir.check_resumable()
     if run_dir.finished_steps >= config.train.steps:
@@ -119,7 +119,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
 
 
 def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple[Dataset, str, Loader, Loader | None]:
-    """The data, the hash of its vocabulary, and the loaders of training and validation.  messages: logged with it."""
+    """The data, the hash of its vocabulary, and the loaders of training and validation.  messages: to log too."""
     config = run_dir.config
     data = config.data if run_dir.saved_step is None else data_of_run(config)
     corpus = load_data(data, config.train.seed, config.model.vocab, rules_of(run_dir.meta), config.model.context)

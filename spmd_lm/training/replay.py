@@ -1,7 +1,7 @@
 """Runs one step of a run again, from the checkpoint before it, to find out whether a fault was transient.
 
-Writes nothing.  On the same mesh and hardware a step computes the same bits; a difference means that the device, its
-memory or the network changed some."""
+Writes nothing.  On the same mesh and hardware a step computes the same bits; a difference means that a device, its
+memory or the network has corrupted some."""
 
 import math
 from typing import Any
@@ -32,14 +32,14 @@ COMPARED = ("loss", "grad_norm")
 
 
 def replay(config: RunConfig, step: int) -> dict[str, Any]:
-    """Steps from the newest checkpoint before `step` up to `step`, compared with logged metrics and any checkpoint of
-    `step`.
+    """Runs the steps from the newest checkpoint before `step` up to `step`, and compares them with logged metrics and
+    any checkpoint of `step`.
 
     same: everything comparable is equal.
     compared: logged and recomputed values.
     leaves: paths of the state that differ.
 
-    Raises CheckpointError without a checkpoint before `step`, and ConfigError if nothing of it was logged or saved."""
+    Raises CheckpointError without a checkpoint before `step`, and ConfigError if no such step was logged or saved."""
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
     earlier = [saved for saved in checkpoints.steps() if saved < step]
     if not earlier:
@@ -79,7 +79,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
 
 
 def is_same(logged: float | None, now: float) -> bool:
-    """Compares with metrics.jsonl's null for values that are not finite."""
+    """True if equal; metrics.jsonl has null for values that are not finite."""
     return logged == now if logged is not None else not math.isfinite(now)
 
 

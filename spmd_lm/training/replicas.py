@@ -1,5 +1,5 @@
-"""Checks that copies of replicated arrays are equal, bit for bit: a faulty device makes its own differ, which neither
-the loss nor a norm need show."""
+"""Checks that copies of replicated arrays are equal, bit for bit: a faulty device changes its own copies, which may
+show neither in the loss nor in a norm."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ class ReplicaCheck:
         self._axes = {path: _axes_of(spec) for path, spec in leaves_by_path(self._specs).items()}
 
     def has_copies(self) -> bool:
-        """True if any leaf but scalars has whole copies on several devices."""
+        """True if a leaf that is not a scalar has copies on several devices."""
         sizes = self._mesh.shape
         sharded = [axes for path, axes in self._axes.items() if self._shapes[path]]
         return any(math.prod(sizes[axis] for axis in sizes if axis not in axes) > 1 for axes in sharded)
@@ -61,7 +61,7 @@ class ReplicaCheck:
             )
 
     def _differences(self, prints: np.ndarray) -> Iterator[str]:
-        """'LEAF on DEVICES' for devices that differ from the majority; for all, if there is none."""
+        """'LEAF on DEVICES' for devices that differ from the majority; for all if there is no majority."""
         dims = {axis: dim for dim, axis in enumerate(self._mesh.axis_names)}
         for number, (path, axes) in enumerate(self._axes.items()):
             sharded = [dims[axis] for axis in axes]

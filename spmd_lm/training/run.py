@@ -36,7 +36,7 @@ from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.replicas import ReplicaCheck
 
-MAX_IN_FLIGHT = 2  # steps dispatched and not awaited; each holds a batch, and none can be cancelled
+MAX_IN_FLIGHT = 2  # steps dispatched but not awaited; each holds a batch, and none can be cancelled
 
 MAX_OVERFLOWS = 20
 """Consecutive steps that may overflow at the smallest loss scale.  They leave the parameters unchanged, so the cause is
@@ -50,7 +50,7 @@ class TrainingRun:
     program: Program
     corpus: Dataset
     vocabulary: str  # its hash; '' for data without text
-    rules: int  # of documents to tokens
+    rules: int  # version of the rules that turn documents into tokens
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers
     status: Status
@@ -58,11 +58,11 @@ class TrainingRun:
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
-    base: Meta = field(default_factory=dict)  # checkpoints' metadata of parameters that they do not hold
-    metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
+    base: Meta = field(default_factory=dict)  # checkpoints' metadata about a base that they do not hold
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest step's that was read
     record: Record = field(default_factory=dict)  # to be logged for this step
     logged: Record = field(default_factory=dict)  # the newest record
-    tasks: Sequence[EvalTask] = ()  # of train.eval_tasks
+    tasks: Sequence[EvalTask] = ()  # those in train.eval_tasks
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class TrainingRun:
         self.replica_check = ReplicaCheck(self.program) if self.config.train.replica_check_every else None
         self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
-        self.skips_in_a_row = 0  # steps that train.guard did not exclude
-        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
+        self.skips_in_a_row = 0  # without steps in train.guard.exclude
+        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # at the last `speed`
 
     @cached_property
     def utilization(self) -> Utilization:
@@ -152,7 +152,7 @@ class TrainingRun:
                 raise self.non_finite(f"steps {step - MAX_OVERFLOWS + 1} to {step}: {overflow}")
 
     def non_finite(self, problem: str, cause: int | None = None) -> NonFiniteError:
-        """cause: the step whose state leads to the problem, and would again if training resumed from it."""
+        """The error, with advice.  cause: the step whose state leads to it, and would again if resumed from."""
         with suppress(CheckpointError):
             self.tiers.durable.wait()
         directories, advice = self.tiers.directories(), ""
@@ -203,7 +203,7 @@ class TrainingRun:
             self.failure = self.failure or error
 
     def require_directory(self) -> None:
-        """Raises OutputError if the run's directory is gone or replaced: orbax would create one of its name."""
+        """Raises OutputError if the run's directory is gone or replaced: orbax would create a new one."""
         directory = self.config.run.directory
         try:
             in_place = os.path.samestat(os.stat(directory), self._directory)
@@ -215,7 +215,7 @@ class TrainingRun:
             raise OutputError(f"{directory}: was moved, replaced or removed while the run wrote it. Move it back.")
 
     def end_profile(self) -> None:
-        """Writes the trace, if one was started, of the steps so far."""
+        """Writes the trace of the steps so far, if one was started."""
         if self.profiling:
             self.wait()
             self.profiling = False
@@ -229,7 +229,7 @@ class TrainingRun:
         self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
 
     def report_hang(self, what: str) -> None:
-        """Called from another thread: this one hangs."""
+        """Reports a hang; called from another thread, because this one hangs."""
         print_line(f"error: {what}", sys.stderr)
         with suppress(OSError, RuntimeError):
             self.write_status(state="failed", exit_code=int(Exit.HANG))

@@ -75,8 +75,8 @@ class RunDir:
             time.sleep(1)
 
     def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
-        """True if the run came to this state and no later attempt resumed from before it; and, unless one process has
-        all of the state, if its parts suit this layout."""
+        """True if this state is in the run's history (no later attempt resumed from before it) and its parts suit this
+        layout, or one process has all of them."""
         layout, start = (meta["config"].get("parallel"), meta.get("devices")), meta.get("start")
         same_layout = layout == (self.config.model_dump(by_alias=True)["parallel"], jax.device_count())
         is_ours = self.status is not None and isinstance(start, int) and self.status.is_ancestor(step, start)
@@ -112,7 +112,7 @@ class RunDir:
             if lost_step := self._lost_newest():
                 messages.append(f"{directory / str(lost_step)} was saved, and is gone.")
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
-            adapts = self.config.adapter.kind != "none"  # then run.init_from locates its base
+            adapts = self.config.adapter.kind != "none"  # run.init_from then locates its base
             if not adapts and init_from not in (None, saved["run"].get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
@@ -123,7 +123,7 @@ class RunDir:
         """The effect of a changed schedule on the next step's learning rate, and the settings that keep the old one."""
         try:
             then, now = RunConfig.model_validate(saved), self.config
-        except ValidationError:  # of an older version
+        except ValidationError:  # from an older version
             return
         (old, new), step = (schedule_keys(each.optim, each.train.steps) for each in (then, now)), self.saved_step or 0
         differ = {key: value for key, value in old.items() if new.get(key) != value}
@@ -156,7 +156,7 @@ class RunDir:
             )
 
     def check_resumable(self) -> None:
-        """Raises CheckpointError if steps remain without a state to resume from, or a position in the data."""
+        """Raises CheckpointError if steps remain without a state to resume from, or if train.batch has changed."""
         is_finished = self.finished_steps >= self.config.train.steps
         if self.saved_step is None and not is_finished and (lost := self._lost_checkpoints()):
             raise CheckpointError(
@@ -185,7 +185,7 @@ class RunDir:
         return newest if newest > (self.durable_step or 0) and not any(aside) else 0
 
     def _lost_checkpoints(self) -> str:
-        """Evidence that this run has saved checkpoints, or ''."""
+        """Evidence that this run had saved checkpoints, or ''."""
         if damaged := describe_damage(self.checkpoints.directory):
             return damaged
         if self.status and self.status.step and self.status.saved_step != NONE_SAVED:
