@@ -1,6 +1,6 @@
 """A sweep's table: a record for each cell, written to cells.csv and cells.parquet.
 
-Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty if not known yet."""
+Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty while they are unknown."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
 from spmd_lm.runtime.metrics import Record, is_number
 from spmd_lm.sweeps.cells import Cell, Outcome
 
-SPEEDS = ("tokens_per_second", "mfu", "seconds")  # as medians, without the first record and its slow start
+SPEEDS = ("tokens_per_second", "mfu", "seconds")  # medians, without the first record and its slow start
 PLANNED = ("devices", "parameters", "memory_bytes", "model_flops_per_step", "bubble")  # from plans, never from metrics
 WHOLE = ("exit_code", "peak_bytes")  # integer columns that may be empty in every cell
 
 
 class CellTable:
-    """Records of all cells, with the same columns; a cell's files are read again when its outcome has changed."""
+    """Records of all cells, with the same columns; a cell's files are read again once its outcome has changed."""
 
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
@@ -40,7 +40,7 @@ class CellTable:
             outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
             found = figures(self.runs[cell.id]) if cell.id in self.runs else {}
-            records.append(own | found | own)  # metrics of these names do not replace them
+            records.append(own | found | own)  # `own` first, and not replaced by metrics of the same names
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
@@ -83,7 +83,7 @@ def planned_figures(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tables(records: Sequence[Record], directory: Path) -> None:
-    """Writes cells.csv and cells.parquet, atomically each."""
+    """Writes cells.csv and cells.parquet, each atomically."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
@@ -93,13 +93,13 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
 
 
 def valid_text(value: Any) -> str:
-    """The value as valid UTF-8, even with half of a surrogate pair, as in JSON."""
+    """The value as text that is valid UTF-8: half of a surrogate pair, which JSON allows, is escaped."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
 def parquet(records: Sequence[Record]) -> bytes:
     """A parquet file.  A column's type is that of its values: integers, numbers, booleans, or else text; empty columns
-    have numbers, the type that most get later."""
+    are numbers, as most become later, or integers if in WHOLE."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
