@@ -1,4 +1,4 @@
-"""Time verified checkpoints beside plain orbax: the longest gap between steps, time per save, and restoring.
+"""Time verified checkpoints against plain orbax: the longest gap between steps, time per save, and restoring.
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
 

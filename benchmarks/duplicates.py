@@ -1,4 +1,4 @@
-"""Time near-duplicate removal beside datasketch used plainly, on generated documents.
+"""Time near-duplicate removal against datasketch in its plainest use, on generated documents.
 
     pip install datasketch
     python benchmarks/duplicates.py [--documents 100000]

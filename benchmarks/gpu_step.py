@@ -1,10 +1,10 @@
-"""Time spmd-lm's train step beside PyTorch's on one GPU, in bfloat16: GPT-2 beside a compiled GPT in the manner of
-nanoGPT, BERT beside Hugging Face's.
+"""Time spmd-lm's train step against PyTorch's on one GPU, in bfloat16: GPT-2 against a compiled GPT in the manner of
+nanoGPT, BERT against Hugging Face's.
 
     python benchmarks/gpu_step.py [gpt2-124m gpt2-355m gpt2-1.2b bert-large] [--rounds 20]
 
 Both programs start from the same weights, train on the same batch, stay warm and take turns, one step at a time.
-Then each is profiled, and its time is explained beside that of an MFU of 60%.  Without a GPU the script runs tiny
+Then each is profiled, and its time is compared with that of an MFU of 60%.  Without a GPU the script runs tiny
 models on the CPU in float32, which tests the script, not speed.  Exits 1 if the first losses differ."""
 
 import argparse

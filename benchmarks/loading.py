@@ -1,5 +1,5 @@
-"""Time the loader of token ids on disk beside a bare reader of random windows from one numpy memory map, and a run's
-start on much text beside its start on little.
+"""Time the loader of token ids on disk against a bare reader of random windows from one numpy memory map, and a run's
+start on much text against its start on little.
 
     python benchmarks/loading.py [--megabytes 1000]
 

@@ -1,9 +1,9 @@
-"""Collectives that XLA inserts into a step of sharding types, beside theory.
+"""Collectives that XLA inserts into a step of sharding types, compared with theory.
 
     python benchmarks/partitioners.py                  every case, as a table
     python benchmarks/partitioners.py --only h100      cases whose name contains this
     python benchmarks/partitioners.py --partitioner manual
-    python benchmarks/partitioners.py --steps          a step beside the manual one, on 8 simulated devices
+    python benchmarks/partitioners.py --steps          times a step against the manual one, on 8 simulated devices
     python benchmarks/partitioners.py --choose v5p:2x2x2
                                                        writes rows of spmd_lm/config/partitioners.yaml, which
                                                        parallel.partitioner=auto goes by; once per jax version
@@ -128,7 +128,7 @@ STEP_SECTIONS = {
 
 
 def time_steps() -> None:
-    """Prints the least CPU time of a step over interleaved rounds: of types, of manual, and of manual once more."""
+    """Prints a step's least CPU time over interleaved rounds: with types, with manual, and with manual once more."""
     from spmd_lm.api import read_batch
     from spmd_lm.step.program import Program
 

@@ -1,4 +1,4 @@
-"""Memory and bytes that are predicted without compiling, beside the compiler's, for random runs.
+"""Memory and bytes sent, predicted without compiling, compared with the compiler's, for random runs.
 
     python benchmarks/predictions.py [--seed N] [--runs 30]
 
@@ -40,7 +40,7 @@ TOPOLOGIES = (
     *("h100:1x8", "h100:4x8", "a100:2x8", "b200:2x8", "cpu:8"),
 )
 LEAST, MOST = 1e9, 30e9  # parameters
-ROOM = 0.9  # of a device's memory
+ROOM = 0.9  # usable fraction of a device's memory
 HOST_MEMORY = 64 * GIB  # limit on a simulated device's predicted memory
 CLOSE, FAR = 0.1, 0.25
 CLOSE_SHARE = 24 / 30

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 WORDS = 50_000
-MEAN_WORDS = 350  # of a document
+MEAN_WORDS = 350  # per document
 
 
 def generate(path: Path, megabytes: int) -> None:

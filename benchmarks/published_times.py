@@ -1,4 +1,4 @@
-"""Step times that papers measured, beside those that the cost model predicts.
+"""Step times that papers measured, compared with the cost model's predictions.
 
     python benchmarks/published_times.py            every table of published_times.yaml, as markdown
     python benchmarks/published_times.py ptd-p      tables whose names contain an argument
@@ -24,7 +24,7 @@ from spmd_lm.resolve import abstract_plan
 
 ROOT = Path(__file__).parents[1]
 LARGEST_MICROBATCH = 16  # sequences
-ROOM = 0.95  # of a device's memory
+ROOM = 0.95  # usable fraction of a device's memory
 ALLOCATED = 8  # bytes per logit, if one device has embedding and head
 
 

@@ -5,8 +5,8 @@
     python benchmarks/remat.py --width 12288 --heads 96
     python benchmarks/remat.py --compile             minutes for each row
 
-Step: the outputs of the loop over layers in the jaxpr of the step.  Compiled: temporaries at two depths and two
-batches; what grows with both belongs to one layer and sequence.
+Step: the outputs of the loop over layers in the step's jaxpr.  Compiled: temporaries at two depths and two batches; the
+part that grows with both belongs to one layer and sequence.
 
 Percentages are relative to no remat and no sequence parallelism.  arXiv:2205.05198, figure 7, has for GPT-3 175B: 57%
 selective, 62% sequence parallel, 19% both, 9% full."""
@@ -23,7 +23,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.layer_trace import trace_layer
 from spmd_lm.step.program import Program
 
-# Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
+# Large enough that no array fits into a TPU's vector memory, which its compiler does not count.
 DEPTHS, BATCHES = (48, 96), (4, 8)
 POLICIES = [(policy, sequence) for sequence in (False, True) for policy in ("none", "selective", "residual", "full")]
 

@@ -1,4 +1,4 @@
-"""`spmd-lm plan --search` on PTD-P's ten models (arXiv:2104.04473, table 1), beside the layouts that the paper chose.
+"""`spmd-lm plan --search` on PTD-P's ten models (arXiv:2104.04473, table 1), against the layouts that the paper chose.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python benchmarks/searches.py [--compile] [NAME ...]    NAME: 39.1b; default all
 

@@ -64,8 +64,8 @@ def tokens(s: Sizes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def serve(step: Callable[[], float], answers: dict[str, Callable[[], dict[str, Any]]] | None = None) -> None:
-    """Run steps for the parent process.  step: one update, complete when it returns its loss.  answers: what else the
-    parent may ask for, by the line that asks."""
+    """Runs steps for the parent process.
+    step: makes one update, complete when it returns its loss.  answers: further answers, by the parent's question."""
     start = time.perf_counter()
     losses = [step() for _ in range(WARMUP)]
     print(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}), flush=True)

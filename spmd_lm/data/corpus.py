@@ -172,7 +172,7 @@ def make_text_loader(
 def make_blend_loader(
     splits: Sequence[TokenArray], weights: Sequence[float], tokenizer: Tokenizer, config: RunConfig, split: SplitName
 ) -> Loader:
-    """The loader of several corpora; validation leaves out those without validation text."""
+    """The loader of several corpora; validation leaves out corpora without validation text."""
     if len(splits) == 1:
         return make_text_loader(splits[0], tokenizer, config, split)
     present = [i for i, tokens in enumerate(splits) if tokens.size or split == "training"]

@@ -106,7 +106,7 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
 
 def matches(pattern: str, seen: set[tuple[str, str]] | None = None) -> Iterator[str]:
     """Matches of glob.glob, except that `**` follows no links: two that lead back to it would match forever.
-    seen: directories already searched, each with the pattern for what is below it."""
+    seen: directories already searched, each with the pattern applied below it."""
     seen = set() if seen is None else seen
     before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:

@@ -130,7 +130,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of config.json that are read together, such as those of rotary positions."""
+    """Keys of config.json that are read together, such as the keys of rotary positions."""
 
     names: tuple[str, ...]
     # (config.json, keys of `model` read so far, errors) -> further keys of `model`
@@ -221,7 +221,7 @@ def _tensor(
     return HFTensor(name.format(layer=layer), tuple(parts), mapping.transposed and len(shape) > 1, groups)
 
 
-# --- what several tables have
+# --- shared by several tables
 
 
 def linear(param: str, module: str, **storage: Any) -> tuple[WeightMapping, WeightMapping]:
@@ -239,7 +239,7 @@ GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gel
 # Keys of config.json that generation needs.
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Keys of config.json that do not change what a model computes from its parameters.
+# Keys of config.json that do not affect a model's computation.
 IGNORED_KEYS = {
     *SPECIAL_TOKEN_KEYS,
     *("_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label"),

@@ -215,7 +215,7 @@ class PeftNames:
         return tensors, {"peft_type": "IA3", "feedforward_modules": self._targets(of_inputs) if of_inputs else []}
 
     def require_inputs(self, directory: Path) -> None:
-        """Raises ConfigError if feedforward_modules are not those whose inputs we scale."""
+        """Raises ConfigError if feedforward_modules are not exactly the modules whose inputs we scale."""
         given = read_json(directory / ADAPTER_CONFIG).get("feedforward_modules") or []
         for module in self.modules:
             is_given = (

@@ -27,7 +27,7 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # Supported dtypes of weights: numpy's name to safetensors'.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors take 10 MB
+MAX_HEADER_BYTES = 2**24  # 100,000 tensors take 10 MB
 
 
 def read_file(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 WIDTH = 4.2  # inches, of a figure with one pair of axes
 TEXT = 11.0  # points, at least
-PIXELS_PER_INCH = 81  # of an SVG: WIDTH is 340 CSS pixels
+PIXELS_PER_INCH = 81  # in an SVG: WIDTH is 340 CSS pixels
 
 # Okabe and Ito's colors, which color-blind readers can tell apart; without their yellow, too pale on white.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"

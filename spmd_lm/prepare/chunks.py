@@ -29,7 +29,7 @@ from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.sources import RawDocument
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 
-RAW_CHUNK_BYTES = 2**23  # of raw documents
+RAW_CHUNK_BYTES = 2**23  # raw documents in a chunk
 CHUNK_DOCUMENTS = 2**14
 MOST_TOLD = 10  # bad documents, and files without any document, named in a report
 
@@ -57,7 +57,7 @@ class ReadCount(NamedTuple):
     source: Natural
     file: str  # '' for documents that are whole files
     texts: Natural  # documents with text
-    problem: str  # of the first document without text
+    problem: str  # why the first document without text has none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdic
 
 
 def read_text(raw: RawDocument, config: Preparation) -> tuple[str, str | None, bool]:
-    """Text, title, and whether the text was repaired."""
+    """Text, title, and True if the text was repaired."""
     if raw.problem:
         reason, _, detail = raw.problem.partition(": ")
         raise BadInputError(reason, detail)

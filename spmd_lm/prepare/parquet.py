@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 LEAST_MEMORY = 2**28  # bytes, besides copies of a document
-COPIES = 14  # of a document in memory at once
+COPIES = 14  # in memory at once, of each document
 
 
 class ParquetError(Exception):

@@ -1,4 +1,4 @@
-"""`prepare`, from its configuration to the manifest, in four stages, each of which resumes from finished work.
+"""`prepare`, from its configuration to the manifest, in four stages that each resume from finished work.
 
   read         documents, cleaned one by one, in chunks with the keys of their duplicates       OUT.partial/read
   duplicates   a label for each document                                                        OUT.partial/fates.npy

@@ -20,7 +20,7 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 class Bound(NamedTuple):
-    digest: int  # of the first document, towards training, that is not wholly held out
+    digest: int  # digest of the first document, towards training, that is not wholly held out
     size: int  # bytes of that document that are held out
 
 

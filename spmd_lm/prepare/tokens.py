@@ -24,7 +24,7 @@ from spmd_lm.prepare.splits import SPLITS, Part, Splits
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
-BATCH_BYTES = 2**20  # of text tokenized at once; the library uses 60 to 160 bytes of memory for each
+BATCH_BYTES = 2**20  # text tokenized at once; the library uses 60 to 160 bytes of memory for each byte
 LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")  # where most tokenizers split a text
 
 KNOWN_CUTS = re.compile(
@@ -43,7 +43,7 @@ EXAMPLE = "It was one of TWO; AND SOME were naïve, others 1,234 of old.\nNo mor
 
 class Vocabulary(NamedTuple):
     name: str  # `bytes`, or a path
-    sha256: str  # of its file, or `bytes`
+    sha256: str  # hash of its file, or `bytes`
     vocab_size: int
     eos_token_id: int | None
     bos: Literal["auto"] | bool = "auto"  # Preparation.bos

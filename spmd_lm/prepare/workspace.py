@@ -1,4 +1,4 @@
-"""The two directories of a data set: OUT, and OUT.partial beside it for files needed only until OUT is finished.
+"""A data set's two directories: OUT, and OUT.partial beside it, for files needed only until OUT is finished.
 
 OUT.partial records its configuration; OUT is finished once it has a manifest.  Foreign files are left alone."""
 

@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 @dataclass(frozen=True)
 class Cell:
     id: str
-    values: Values  # of the keys that vary
+    values: Values  # values of the keys that vary
     config: RunConfig
 
     @property

@@ -9,7 +9,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import pluralize
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, ALLOCATOR, FRACTION, NEW_FRACTION, UNLIMITED
 
-LEAST_PERCENT = 2  # of a GPU's memory per job; CUDA itself takes about as much of a small GPU's
+LEAST_PERCENT = 2  # a job's part of GPU memory; CUDA itself takes about as much on a small GPU
 NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its prefix, as CUDA accepts
 
 
@@ -33,7 +33,7 @@ def share_gpus(devices: int, jobs: int) -> GpuShare:
         raise ConfigError(f"{what}: they would not be alike. Choose {divisors} or a multiple of {devices}.")
     each, environment, memory = jobs // devices, dict[str, str](), ""
     if not caller_limits_memory():
-        # The first job would take what jax allocates, and leave too little.
+        # By default the first job would allocate most of the memory, and leave too little.
         if (percent := int(ALLOCATED_BY_DEFAULT * 100 / each)) < LEAST_PERCENT:
             raise ConfigError(f"{what}: {percent}% of a GPU's memory is too little for a job. Choose fewer.")
         environment = {FRACTION: f"{percent / 100:.2f}"}

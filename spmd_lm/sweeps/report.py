@@ -128,7 +128,7 @@ def _costs(records: Sequence[Record], runs: Mapping[str, RunFiles]) -> Iterator[
 
 
 def _scaling(cells: Sequence[Cell], records: Sequence[Record], published: Mapping[str, Any]) -> Iterator[Content]:
-    """Measured efficiencies, beside published ones."""
+    """Measured efficiencies, with published ones for comparison."""
     found = efficiencies(cells, records)
     if found is None:
         return

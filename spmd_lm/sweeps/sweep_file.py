@@ -11,7 +11,7 @@
       model.width: [64, 128]
       model.heads: [4, 8]
     when: parallel.model <= model.heads          # one condition or a list: conditions.py
-    published:                                   # efficiencies to show beside the measured ones, with their source
+    published:                                   # efficiencies to compare with the measured ones, and their source
       source: arXiv:1909.08053, Figure 5
       efficiency: {model parallel: {1: 1.0, 2: 0.95}}
 

@@ -27,7 +27,7 @@ class CellTable:
         self._cells = cells
         self._read: dict[str, Outcome] = {}  # by ID: the outcome when its files were read
         self._damage: dict[str, str] = {}  # by ID: the reason if its files could not be read
-        self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
+        self.runs: dict[str, RunFiles] = {}  # files of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
         records = []
@@ -55,7 +55,7 @@ class CellTable:
 
 
 def figures(run: RunFiles) -> dict[str, Any]:
-    """Hardware and plan, the last values of its metrics, and medians of the speed."""
+    """Step, restarts, plan and peak memory of a run, the last values of its metrics, and medians of its speed."""
     assert run.status is not None
     found: dict[str, Any] = {"step": run.status.step, "restarts": run.status.restarts}
     found |= planned_figures(run.plan) if run.plan else {}

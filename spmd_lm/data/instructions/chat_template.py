@@ -24,7 +24,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 RENDERER_MEMORY = 2**30  # bytes of address space
-RENDERER_SECONDS = 10  # of CPU time per conversation; most take a millisecond
+RENDERER_SECONDS = 10  # CPU time per conversation; most take a millisecond
 CHUNK = 64  # conversations sent at a time
 MAX_RENDERED = 10_000_000  # characters of a rendered conversation
 

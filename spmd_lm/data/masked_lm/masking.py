@@ -1,9 +1,9 @@
-"""Whole-word span masking: which words of a row are masked, and what replaces them (Megatron's and ALBERT's n-grams).
+"""Whole-word span masking: the words of a row to mask, and their replacements (Megatron's and ALBERT's n-grams).
 
 Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (rounded at random) of n
 = 1..max_span words, with probability proportional to 1/n.  Lengths are quantiles of that distribution at one random
 offset, so every row has the right proportions.  Positions are uniform among all arrangements in which no two spans
-touch: the F visible words have F + 1 gaps, of which K are drawn without replacement.  The expected fraction of masked
+touch: K of the F + 1 gaps around F visible words are drawn without replacement.  The expected fraction of masked
   words, and of masked tokens, is exactly mask_prob; drawing spans until a budget is full would bias it, or shorten the
   last span.
 

@@ -167,7 +167,7 @@ class MaskedLMLoader(Loader):
         candidates_RP = np.where(sentences_RP.any(axis=1)[:, None], sentences_RP, words_RP)
         rank_RP = np.cumsum(candidates_RP, axis=1, dtype=np.int32)
         nth_R = 1 + (uniform(key_R, CUT_STREAM) * rank_RP[:, -1]).astype(np.int64)
-        return np.argmax(rank_RP == nth_R[:, None], axis=1)  # 0 where there is no candidate
+        return np.argmax(rank_RP == nth_R[:, None], axis=1)  # 0 without a candidate
 
 
 def _layout(

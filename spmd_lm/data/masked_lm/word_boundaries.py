@@ -1,4 +1,4 @@
-"""Starts of words and sentences, from token ids alone: nothing is stored beside the tokens of a corpus.
+"""Starts of words and sentences, from token ids alone: a corpus stores nothing but its tokens.
 
 A word is a run of letters, digits and underscores (every byte beyond ASCII counts as a letter), or a run of other
 signs; white space before it belongs to it.  In a vocabulary that marks continuations (BERT's '##') or beginnings
@@ -16,7 +16,7 @@ import numpy as np
 SPACE, LETTER, SIGN, WORD_START, CONTINUATION, SPECIAL = range(6)
 
 
-# bool [6, 6]: whether a token begins a word, by the last kind of the token before it and its own first kind.
+# bool [6, 6]: True if a token begins a word, by the last kind of the token before it and its own first kind.
 STARTS_WORD = ~np.eye(6, dtype=bool)
 STARTS_WORD[SPACE] = False
 STARTS_WORD[:, WORD_START], STARTS_WORD[:, CONTINUATION] = True, False

@@ -86,7 +86,7 @@ def _text_slices(split: Split) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _truncated(split: Split, context: int, rows_per_example: int) -> Features:
-    """One feature per pair.  The longer text loses its last token until both fit; of two equally long ones, B."""
+    """One feature per pair.  The longer text, or B if equally long, loses its last token until both fit."""
     assert len(split.text_pairs) == len(split.labels) * rows_per_example
     start, length = _text_slices(split)
     has_pair = split.text_pairs[:, 1] >= 0

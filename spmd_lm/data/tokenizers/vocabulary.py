@@ -5,8 +5,8 @@ data.tokenizer is the path of one of these files, or of a directory that has one
   vocab.txt        BERT's WordPiece, one token per line
   vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
   tokenizer.model  SentencePiece's, as in T5 or Llama
-A tokenizer_config.json beside the second may set do_lower_case, strip_accents and tokenize_chinese_chars; beside the
-third, add_prefix_space."""
+A tokenizer_config.json beside a vocab.txt may set do_lower_case, strip_accents and tokenize_chinese_chars; beside a
+vocab.json, add_prefix_space."""
 
 import functools
 import hashlib
@@ -48,8 +48,8 @@ ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
 
 def put_by_name(tokens: Collection[str]) -> set[str]:
-    """Tokens that rows may contain though no text does: those that begin and end texts, and those of masked rows, if
-    the vocabulary has the complete set."""
+    """Tokens that rows may contain though no text does: tokens that begin and end texts, and the special tokens of
+    masked rows, if the vocabulary has a complete set."""
     rows = (row for row in (BERT_TOKENS, ROBERTA_TOKENS) if all(token in tokens for token in row))
     return {token for token in (*BOS_TOKENS, *itertools.chain(*rows)) if token in tokens}
 
@@ -184,7 +184,7 @@ def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 @functools.lru_cache(maxsize=2)
 def _try(text: str) -> str:
-    """The problem of a tokenizer.json, found in a process of its own; '' if there is none."""
+    """The problem of a tokenizer.json, found in a separate process; '' if there is none."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the same library
     command = [sys.executable, "-P", trial.__file__]  # -P: modules beside the program are not imported
