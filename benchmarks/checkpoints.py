@@ -1,8 +1,8 @@
-"""Time verified checkpoints beside plain orbax: the longest gap between steps, time per save, and restoring.
+"""Time verified checkpoints against plain orbax: the longest gap between steps, time per save, and restoring.
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
 
-Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files cached."""
+Both save the same state, in turn, from the same loop of sleeping steps; restoring is timed with the files cached."""
 
 import argparse
 import os
@@ -72,7 +72,7 @@ def plain(directory: Path, state: dict[str, jax.Array], saves: int) -> tuple[flo
 
 
 def restore_seconds(directory: Path, state: dict[str, jax.Array], is_plain: bool) -> float:
-    """Seconds to restore the newest checkpoint: by orbax, or verified."""
+    """Seconds to restore the newest checkpoint: by orbax alone if `is_plain`, else verified."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     reader = Checkpointer(directory)
     step = reader.steps()[-1]
@@ -105,7 +105,7 @@ def main() -> None:
                     shutil.rmtree(directory / f"plain{round}")
         last = directory / f"verified{arguments.rounds - 1}"
         times: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(-2, 10):  # two to warm up; each is first in turn
+        for number in range(-2, 10):  # two to warm up; both kinds go first in turn
             for is_plain in (True, False) if number % 2 else (False, True):
                 seconds = restore_seconds(last, state, is_plain)
                 times[is_plain] += [seconds] * (number >= 0)

@@ -1,11 +1,11 @@
-"""Time near-duplicate removal beside datasketch used plainly, on generated documents.
+"""Time near-duplicate removal against datasketch in its plainest use, on generated documents.
 
     pip install datasketch
     python benchmarks/duplicates.py [--documents 100000]
 
-Every tenth document is an earlier one with a few words changed.  spmd-lm reads the documents from a file, compares
-what MinHash proposes exactly, and writes what stays as a data set; datasketch has them in memory, and takes MinHash's
-word: one MinHash a document, then a query and an insertion."""
+Every tenth document is an earlier one with a word changed.  spmd-lm reads the documents from a file, compares MinHash's
+candidates exactly, and writes the remaining documents as a data set; datasketch has them in memory, and trusts MinHash:
+one signature per document, then a query and, unless it finds one, an insertion."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ THRESHOLD, SHINGLE = 0.7, 3
 
 
 def generate(count: int) -> tuple[list[str], set[int]]:
-    """Texts of 40 to 200 words, and which of them resemble an earlier one."""
+    """Texts of 40 to 200 words, and the indices of texts that resemble an earlier one."""
     draw, texts, copies = random.Random(0), [], set()
     for i in range(count):
         if i % 10 == 9:

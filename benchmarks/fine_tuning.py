@@ -1,10 +1,10 @@
-"""What fits a device in fine-tuning: Llama-shaped models, trained whole, by LoRA and by QLoRA.
+"""Memory of fine-tuning: Llama-shaped models, trained whole, by LoRA and by QLoRA.
 
     python benchmarks/fine_tuning.py
 
-Prints the table of docs/adapters.md: GiB of a device that `spmd-lm plan` finds, under ZeRO-3 where there are several,
-for one row of 2,048 tokens a device; its state alone; and whether it fits what a run may take of the device.  Nothing
-runs, and nothing is compiled."""
+Prints the table of docs/adapters.md: GiB per device by `spmd-lm plan`, with ZeRO-3 on several devices, for one row of
+2,048 tokens per device; GiB of the state alone; in bold if it fits the memory that a run may take.  Nothing runs, and
+nothing is compiled."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ HALF = ("precision.compute=float16", "precision.loss_scale=dynamic")
 
 
 def configuration(model: str, topology: str, method: str) -> RunConfig:
-    """One row of 2,048 tokens a device and step, in the 16 bits that the device has."""
+    """One row of 2,048 tokens per device and step, in the device's 16-bit dtype."""
     hosts, _, gpus = topology.partition(":")[2].partition("x")
     devices = int(hosts) * int(gpus)
     layout = (
@@ -47,7 +47,7 @@ def configuration(model: str, topology: str, method: str) -> RunConfig:
 
 
 def cell(plan: dict[str, Any]) -> str:
-    """GiB of all and of state; in bold if it fits."""
+    """GiB in total and of state alone; in bold if it fits."""
     needed = sum(plan["memory"].values())
     text = f"{needed / 2**30:,.1f}, {plan['state_bytes'] / 2**30:,.1f}"
     return f"**{text}**" if needed <= plan["capacity"] else text

@@ -1,6 +1,6 @@
 """The benchmark's step by spmd-lm, through the code path of every layout: Program, Plan, TrainState.
 
-Random weights of its first state are replaced by the workload's."""
+The workload's weights replace the random ones of its first state."""
 
 import argparse
 import dataclasses

@@ -1,6 +1,6 @@
 """spmd-lm's train step on one device, for gpu_step.py: through Program, as `spmd-lm bench` times it.
 
-It writes its first weights and its batch to a directory, from where the other programs read theirs."""
+It writes its first weights and its batch to a directory, from which the other programs read them."""
 
 import argparse
 import tempfile
@@ -52,7 +52,7 @@ def executed_kernels(trace: Path) -> list[Kernel]:
 
 
 def is_instruction(event: ProfileEvent) -> bool:
-    """True for a CPU's instruction; a loop or a call contains others, which have events of their own."""
+    """True for a CPU's instruction, except loops and calls: the instructions in them have events of their own."""
     return not event.name.startswith(("while", "call")) and any(name == "hlo_op" for name, _ in event.stats)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 OTHER, IDLE = "other kernels", "idle"
 
-# In this order: Inductor names its pointwise kernels after the operations around them, products among them.
+# Matched in this order: Inductor names pointwise kernels after the operations that they fuse, products among them.
 KINDS = {
     OTHER: r"^triton_(poi|red|per)_",
     "attention": r"flash|fmha|sdpa|attention",
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The kind, by its name, of a kernel of CUDA's libraries, XLA, Inductor or PyTorch."""
+    """The kind of a kernel of CUDA's libraries, XLA, Inductor or PyTorch, by its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), OTHER)
 
 
@@ -40,7 +40,7 @@ def busy_seconds(kernels: Iterable[Kernel]) -> float:
 
 
 def summarize(kernels: list[Kernel], steps: int) -> dict:
-    """A program's report on its profile of `steps` steps: seconds a step by kernel, and idle seconds.
+    """A program's report on its profile of `steps` steps: seconds per step by kernel, and idle seconds.
 
     Raises ValueError for a profile without kernels."""
     if not kernels:
@@ -54,7 +54,7 @@ def summarize(kernels: list[Kernel], steps: int) -> dict:
 
 
 def by_kind(profile: Mapping) -> dict[str, float]:
-    """Seconds a step, by COLUMNS."""
+    """Seconds per step for each of COLUMNS."""
     seconds = dict.fromkeys(COLUMNS, 0.0)
     for name, of_kernel in profile["kernels"].items():
         seconds[kind_of(name)] += of_kernel

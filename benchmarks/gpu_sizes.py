@@ -21,7 +21,7 @@ TINY = ("model.layers=2", "model.width=64", "model.heads=2", "model.context=128"
 
 
 class Size(NamedTuple):
-    """config: in configs/.  overrides: of the model.  batch: rows a step; microbatches: in how many parts."""
+    """A file in configs/, with overrides of its model.  batch: rows per step.  microbatches: parts of a batch."""
 
     config: str
     batch: int
@@ -44,7 +44,7 @@ ALL = SIZES | TINY_SIZES
 
 
 def load_size(name: str, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Raises ConfigError for overrides that make no configuration."""
+    """The configuration of a size.  Raises ConfigError for invalid overrides."""
     size = ALL[name]
     batch = f"train.batch={size.batch}", f"parallel.microbatches={size.microbatches}"
     return load(CONFIGS / size.config, (*COMMON, *size.overrides, *batch, *overrides))

@@ -1,11 +1,11 @@
-"""Time spmd-lm's train step beside PyTorch's on one GPU, in bfloat16: GPT-2 beside a compiled GPT in the manner of
-nanoGPT, BERT beside Hugging Face's.
+"""Time spmd-lm's train step against PyTorch's on one GPU, in bfloat16: GPT-2 against a compiled GPT in the manner of
+nanoGPT, BERT against Hugging Face's.
 
     python benchmarks/gpu_step.py [gpt2-124m gpt2-355m gpt2-1.2b bert-large] [--rounds 20]
 
 Both programs start from the same weights, train on the same batch, stay warm and take turns, one step at a time.
-Then each is profiled, and what keeps its MFU from 60% is printed.  Without a GPU the script runs tiny models on the
-CPU in float32, which checks the script and says nothing of speed.  Exits 1 if the first losses differ."""
+Then each is profiled, and its time is compared with that of an MFU of 60%.  Without a GPU the script runs tiny
+models on the CPU in float32, which tests the script, not speed.  Exits 1 if the first losses differ."""
 
 import argparse
 import importlib.util
@@ -37,8 +37,8 @@ def has_gpu() -> bool:
 
 
 def environment(on_gpu: bool) -> dict[str, str]:
-    """Programs that share a GPU's memory do not take it in advance.  On a CPU, OpenMP's threads spin while they wait:
-    beside other work, PyTorch's tiny step takes 100 times as long with two of them as with one."""
+    """The programs' environment.  They share a GPU's memory, so none preallocates it.  On a CPU, waiting OpenMP threads
+    spin: beside other work, PyTorch's tiny step takes 100 times as long with two threads as with one."""
     hide_xla_warnings()
     env = children.environment() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return env if on_gpu else env | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def commands(
 
 
 def make_row(contender: Contender, reference: Contender, about: dict) -> dict:
-    """about: of spmd-lm's program, which knows the step's FLOPs and the device's peak; all programs do the same."""
+    """about: spmd-lm's answer, which has the step's FLOPs and the device's peak; all programs do the same work."""
     own, profile = contender.ask("about"), contender.ask("profile")
     seconds = statistics.median(contender.wall)
     pairs = zip(contender.wall, reference.wall, strict=True)
@@ -84,7 +84,7 @@ def require_packages(programs: list[str]) -> None:
 
 
 def time_size(size: str, args: argparse.Namespace, on_gpu: bool) -> dict:
-    """A row for each program."""
+    """Times all programs at one size: a row for each, and the figures that they share."""
     settings = all_settings(args, on_gpu)
     config = load_size(size, settings)
     with tempfile.TemporaryDirectory() as directory:
@@ -94,7 +94,7 @@ def time_size(size: str, args: argparse.Namespace, on_gpu: bool) -> dict:
             about = contenders[0].ask("about")
             rows = {c.name: make_row(c, contenders[0], about) for c in contenders}
     m = config.model
-    # Of queries by keys and probabilities by values, the full square: 2 products, 2 FLOPs, 3 times with backward.
+    # Queries by keys and probabilities by values, the full square: 2 products, 2 FLOPs, 3 times with backward.
     attention_flops = 12 * m.layers * m.width * m.context * about["tokens"]
     return {
         "size": size,
@@ -161,7 +161,7 @@ def parse_arguments(on_gpu: bool) -> argparse.Namespace:
 def main() -> int:
     on_gpu = has_gpu()
     args = parse_arguments(on_gpu)
-    for size in args.sizes:  # ConfigError before the first of them takes minutes
+    for size in args.sizes:  # raises ConfigError before the first size takes minutes
         load_size(size, all_settings(args, on_gpu))
     require_packages(args.programs)
     if not on_gpu:

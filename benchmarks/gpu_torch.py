@@ -64,7 +64,7 @@ class GPT(nn.Module):
 
 
 class Bert(nn.Module):
-    """Hugging Face's, which predicts every token, and that each row's two segments are in order."""
+    """Hugging Face's BERT, trained to predict every token, and that each row's two segments are in order."""
 
     def __init__(self, directory: Path):
         super().__init__()
@@ -99,7 +99,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def executed_kernels(trace: torch.profiler.profile) -> list[Kernel]:
-    """Kernels of the GPU; on a CPU, the operations, each without those that it calls."""
+    """The GPU's kernels; on a CPU, operations, each without the time of operations that it calls."""
     kernels = []
     for event in trace.events():
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA

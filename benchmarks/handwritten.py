@@ -1,7 +1,7 @@
 """A GPT train step written by hand, the reference of the benchmark: dict parameters, optax, one jit, no mesh.
 
-Each choice is the fastest of those measured on 2 CPU cores: activations as [batch x time, width] (a weight's gradient
-is one 2-D product), one product for q, k and v, layers unrolled, causal attention in two blocks of queries, and a
+Each choice is the fastest one measured on 2 CPU cores: activations as [batch x time, width] (a weight's gradient is
+one 2-D matmul), one matmul for q, k and v, layers unrolled, causal attention in two blocks of queries, and a
 cross-entropy that computes its gradients chunk by chunk and never holds all logits."""
 
 import sys
@@ -41,7 +41,7 @@ def dense(x, p):
 
 
 def attention(q, k, v):
-    """[batch, heads, time, head width]; the first half of the queries skips the second half of the keys."""
+    """Causal attention, [batch, heads, time, head width]; the first half of queries skips the second half of keys."""
     time, scale = q.shape[2], q.shape[-1] ** -0.5
     outputs = []
     for start, end in ((0, time // 2), (time // 2, time)):

@@ -1,11 +1,11 @@
-"""One gated MLP on the residual stream, with gradients, by three ways to insert the collectives.
+"""One gated MLP on the residual stream, with gradients, and its collectives inserted in three ways.
 
     python benchmarks/inserted.py [TOPOLOGY ...]       default: v5p:4x4x4 h100:2x8 cpu:8
 
 types: a plain jit over a mesh of Explicit axes; f and g (arXiv:1909.08053, section 3) are reshards to *reduced* and
-from *unreduced* values.  constraints: a plain jit over a mesh of Auto axes, with with_sharding_constraint where f and g
-are.  written out: a shard_map, and psum.  Each is compiled, and what it sends is read from the program; theory asks for
-two all-reduces of the stream over `model`, and for one sum of each gradient over `data`."""
+from *unreduced* values.  constraints: a plain jit over a mesh of Auto axes, with with_sharding_constraint in place of f
+and g.  written out: a shard_map, and psum.  Each is compiled, and its collectives are read from the program; theory has
+two all-reduces of the stream over `model`, and one sum of each gradient over `data`."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ def norm(x: Array, scale: Array) -> Array:
 
 
 def dropped(x: Array, layer: Array) -> Array:
-    """Dropout whose mask is a hash of an entry's index: what is drawn does not matter here."""
+    """Dropout whose mask is a hash of an entry's index: the quality of its draws does not matter here."""
     row, column = (lax.broadcasted_iota(jnp.uint32, x.shape[1:], d) for d in (0, 1))
     bits = (row * jnp.uint32(2654435761) + column * jnp.uint32(40503) + layer.astype(jnp.uint32)) * jnp.uint32(
         2246822519
@@ -105,7 +105,7 @@ def written_out(x: Array, weights: Layer, stream: P) -> Array:
 
 def step_of(way: str, stream: P) -> Callable:
     if way == "written out":
-        # Of a sharded sequence a device has seen only its part: what `model` does not shard is summed over it too.
+        # With the sequence sharded, a device saw only its part: gradients not sharded over `model` are summed over it.
         over_norm = ("data",) if stream == WHOLE else ("data", "model")
 
         def local_step(weights: Layer, x: Array) -> Layer:
@@ -140,7 +140,7 @@ def census(way: str, stream: P, topology: str) -> Counter:
 
 
 def main() -> None:
-    jax.config.update("jax_enable_compilation_cache", False)  # what was compiled for absent hardware cannot be loaded
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for absent hardware cannot be loaded
     print(f"| compiled for | sequence | written as | sends over model, in {LAYERS} layers | over data |")
     print("| --- | --- | --- | --- | --- |")
     for topology in sys.argv[1:] or ("v5p:4x4x4", "h100:2x8", "cpu:8"):

@@ -23,7 +23,7 @@ def _gib(size: float) -> str:
 
 
 def row(config: str, topology: str, overrides: str, name: str) -> tuple[str, bool]:
-    """The row, and whether the step matches theory.  RAM: the peak of the compiling process."""
+    """The row, and True if the step matches theory.  RAM is the compiling process's peak."""
     command = [sys.executable, "-m", "spmd_lm", "audit", config, "--topology", topology, "--json", "-"]
     command += overrides.split()
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:

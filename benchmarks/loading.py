@@ -1,10 +1,10 @@
-"""Time the loader of token ids on disk beside a bare reader of random windows from one numpy memory map, and the start
-of a run on much text beside one on little.
+"""Time the loader of token ids on disk against a bare reader of random windows from one numpy memory map, and a run's
+start on much text against its start on little.
 
     python benchmarks/loading.py [--megabytes 1000]
 
-Both read the same file, in the page cache, take turns, and return int32 rows.  The loader's rows come in the order of a
-seed, are compared with their checksums before their first use, and have targets, positions and weights too."""
+Both read the same file, in the page cache, take turns, and return int32 rows.  The loader's rows come in an order drawn
+from a seed, are checked against checksums before their first use, and have targets, positions and weights too."""
 
 import argparse
 import json

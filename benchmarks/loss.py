@@ -2,7 +2,7 @@
 
     python benchmarks/loss.py [--vocab 50304] [--context 1024] [--batch 8] [--width 768] [--rounds 7]
 
-The two take turns, one evaluation at a time; ratios are of minima.  Memory is what the compiler plans for temporaries.
+Both take turns, one evaluation at a time; ratios are of minima.  Memory is the compiler's size of temporaries.
 Exits 1 if ours takes more than a quarter of the memory or 1.1 times the time."""
 
 import argparse

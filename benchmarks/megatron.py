@@ -1,9 +1,9 @@
-"""Steps of Megatron-LM and DeepSpeed, for the times that papers measured: PyTorch's way, operation by operation.
+"""Steps of Megatron-LM and DeepSpeed, whose times papers measured, operation by operation, as PyTorch runs them.
 
-Products are those of arXiv:1909.08053, section 3; backward has two for each of forward.  Elements are counted operation
-by operation, as arXiv:2205.05198, section 4, counts those that are saved: each reads its operands and writes its
-result, in the dtype of activations.  A mask of dropout is one byte, half an element of 16 bits.  Kernels, links and
-hardware are those of spmd_lm/cost_model."""
+Matmuls are those of arXiv:1909.08053, section 3; backward has two for each forward one.  Elements are counted operation
+by operation, as arXiv:2205.05198, section 4, counts saved ones: an operation reads its operands and writes its result,
+in the dtype of activations.  A dropout mask is one byte, half an element of 16 bits.  Kernels, links and hardware are
+those of spmd_lm/cost_model."""
 
 import functools
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 
 DROPOUT_MASK = 0.5  # elements
-LOGIT_BYTES, OPTIMIZER_BYTES = 60, 62  # megatron.yaml says of what
+LOGIT_BYTES, OPTIMIZER_BYTES = 60, 62  # per logit, per parameter: see megatron.yaml
 Window = Literal["compute", "last_microbatch"]
 
 
 class Profile(NamedTuple):
-    """megatron.yaml says what each figure is."""
+    """A system's profile; megatron.yaml explains each field."""
 
     name: str
     source: str
@@ -45,13 +45,13 @@ class Profile(NamedTuple):
 
 @functools.cache
 def profiles() -> dict[str, Profile]:
-    """By name."""
+    """All profiles by name."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return {row["name"]: Profile(**row) for row in rows}
 
 
 class LayerSeconds(NamedTuple):
-    """One layer and one microbatch.  attention: forward, from queries, keys and values to the context."""
+    """One layer and one microbatch.  attention: its part of forward, from queries, keys and values to the context."""
 
     forward: float
     backward: float
@@ -64,13 +64,13 @@ def elementwise(kernels: Kernels, elements: float, operations: float) -> float:
 
 
 class LayerWork:
-    """What one layer of a GPT multiplies, reads and writes for one microbatch on a device."""
+    """Matmuls, reads and writes of one layer of a GPT for one microbatch on a device."""
 
     def __init__(self, config: RunConfig, plan: Plan, profile: Profile):
         m, self.profile = config.model, profile
         self.model, self.shards, self.tokens = m, plan.layout.model, tokens_per_device(config, plan.layout)
         self.separate = not profile.fuses_elementwise  # biases, dropout, scale and mask are operations of their own
-        self.heads = self.tokens / m.context * m.heads / self.shards  # of all sequences
+        self.heads = self.tokens / m.context * m.heads / self.shards  # in all sequences
         self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)
         self.hidden, self.qkv = self.tokens * m.mlp_dim / self.shards, self.tokens * self.qkv_width
 
@@ -81,7 +81,7 @@ class LayerWork:
 
     @property
     def products(self) -> list[Product]:
-        """With the layer's weights."""
+        """Matmuls with the layer's weights."""
         m, n, tokens = self.model, self.shards, self.tokens
         return [
             Product(tokens, m.width, self.qkv_width),
@@ -98,14 +98,14 @@ class LayerWork:
         return LayerSeconds(forward + attention, backward + attention_backward, attention)
 
     def _attention(self, kernels: Kernels) -> tuple[float, float]:
-        """Forward and backward.  In one kernel a causal model's scores that its mask hides are not computed, and
-        backward computes the others again: five products for two."""
+        """Seconds forward and backward.  A fused kernel skips the scores that a causal mask hides, and recomputes the
+        others in backward: five matmuls for two."""
         context, head = self.model.context, self.model.head_dim
         products = [Product(context, head, context, self.heads), Product(context, context, head, self.heads)]
         if self.profile.attention == "fused":
             flops = sum(product.flops for product in products) * unmasked_scores(context, self.model.causal, None)
             return kernels.attention(flops), kernels.attention(2.5 * flops)
-        # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
+        # Softmax, and dropout with its mask; scale and causal mask, if they are operations of their own.
         scores, dropout = self.heads * context**2, self.model.attention_dropout > 0
         operations = 1 + dropout + 2 * self.separate
         forward = elementwise(kernels, scores * (2 * operations + DROPOUT_MASK * dropout), operations)
@@ -114,9 +114,9 @@ class LayerWork:
         return forward + sum(map(kernels.product, products)), backward + of_backward
 
     def _forward_elements(self) -> tuple[float, float]:
-        """(elements, operations) of all but attention and products: two norms; two sums of a branch and the residual,
-        with bias and dropout; the activation; and the layout of queries, keys and values, and of the context.  Biases
-        and dropout may be operations of their own."""
+        """(elements, operations) of all but attention and matmuls: two norms; two sums of a branch and the residual,
+        with bias and dropout; the activation; and layout changes of queries, keys and values, and of the context.
+        Biases and dropout may be operations of their own."""
         qkv, out, mlp = (self.separate * self.model.has_bias(each) for each in ("qkv", "out", "mlp"))
         dropout = self.model.dropout > 0
         stream = 4 + 2 * (3 + DROPOUT_MASK * dropout + out + mlp + 2 * dropout * self.separate)
@@ -125,7 +125,7 @@ class LayerWork:
         return self.stream * stream + sharded, 8 + qkv + out + 2 * mlp + 2 * dropout * self.separate
 
     def _backward_elements(self) -> tuple[float, float]:
-        """The same; and the sum of the gradients where a branch begins."""
+        """The same for backward, with the sum of the gradients where a branch begins."""
         stream = 6 + 2 * (2 + DROPOUT_MASK * (self.model.dropout > 0)) + 2 * 2
         context = self.tokens * self.model.query_width / self.shards
         biases = self.model.has_bias("qkv") + self.model.has_bias("out") + 2 * self.model.has_bias("mlp")
@@ -133,8 +133,8 @@ class LayerWork:
 
 
 def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, profile: Profile) -> StepTime:
-    """The step of a GPT as these programs run it: all that a remat policy recomputes, and stages of a pipeline that
-    save what backward needs.  Gradients are summed over microbatches as their products are written."""
+    """The step of a GPT as these programs run it: remat recomputes attention (selective) or whole layers, and pipeline
+    stages save what backward needs.  Matmuls that compute gradients also sum them over microbatches."""
     overhead = profile.kernel_overhead if hardware.kernel_overhead is None else hardware.kernel_overhead
     kernels = Kernels(hardware, config.precision.compute, profile.software, overhead)
     layer, stages, microbatches = (
@@ -160,7 +160,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, profile: Pro
 def hidden_seconds(
     rows: list[ExpectedCollective], seconds_of: list[float], windows: dict[Window, float], profile: Profile
 ) -> Iterator[float]:
-    """Seconds of each row that are hidden: a window of compute hides as many as it has."""
+    """Hidden seconds of each row: a window of compute hides at most its own length in all."""
     left = dict(windows)
     for row, seconds in zip(rows, seconds_of, strict=True):
         if window := profile.beside.get(row.part):

@@ -1,5 +1,5 @@
-"""What a step of Megatron-LM and DeepSpeed sends.  It differs from what ours must send (expected_collectives.py) in
-pipelines, whose stages save what backward needs: arXiv:1909.08053, section 3; arXiv:2104.04473, sections 3 and 4.1;
+"""Collectives of a step of Megatron-LM and DeepSpeed.  They differ from ours (expected_collectives.py) in pipelines,
+whose stages save what backward needs: arXiv:1909.08053, section 3; arXiv:2104.04473, sections 3 and 4.1;
 arXiv:2205.05198, section 4.2; and in how ZeRO is divided, arXiv:1910.02054, section 7."""
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from spmd_lm.cost_model.sizes import dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.plan import Plan
 
-MATRICES = 4  # of a layer, which ZeRO-3 gathers one by one
+MATRICES = 4  # per layer; ZeRO-3 gathers them one by one
 
 
 def megatron_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollective]:
-    """Those of the stage that sends most."""
+    """The collectives of the stage that sends most."""
     return [*_tensor_parallel(config, plan), *_messages(config, plan), *_data_parallel(config, plan)]
 
 
 def _tensor_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
-    """Two all-reduces of A forward and two backward a layer, and two more where it runs again.  With the sequence
-    sharded each is a reduce-scatter and a gather, of the same bytes."""
+    """Two all-reduces of A per layer forward, two backward, and two more if it is recomputed.  With the sequence
+    sharded, each is a reduce-scatter and an all-gather, of the same bytes."""
     if plan.layout.model == 1:
         return
     compute, layers = config.precision.compute, config.model.layers // plan.layout.pipe
@@ -32,7 +32,7 @@ def _tensor_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollecti
 
 
 def _messages(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
-    """A of each microbatch to the next chunk and back, in slices that the receiver gathers."""
+    """A, sent for each microbatch to the next chunk and back, in slices that the receiver gathers."""
     if plan.layout.pipe == 1:
         return
     compute, n, sent = config.precision.compute, plan.layout.model, _activations(config, plan)
@@ -44,8 +44,8 @@ def _messages(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
 
 
 def _data_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
-    """Gradients once a step.  ZeRO scatters them, and gathers weights: all at once, or with ZeRO-3 each matrix forward
-    and again backward, of each microbatch."""
+    """Gradients, all-reduced once per step.  ZeRO reduce-scatters them and gathers weights: once per step, or with
+    ZeRO-3 for each matrix and microbatch, weights both forward and backward."""
     devices, axes = plan.layout.batch_shards, plan.active_axes(*BATCH_AXES)
     if devices == 1:
         return

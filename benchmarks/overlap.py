@@ -1,12 +1,12 @@
 """Hidden communication: compiled steps with and without XLA's options, prefetch and collective matmul.
 
     python benchmarks/overlap.py                 every row, as a table: a minute or two each
-    python benchmarks/overlap.py --only h100     rows whose topology and layout have this in it
-    python benchmarks/overlap.py --partitioner types    those without a pipeline
+    python benchmarks/overlap.py --only h100     rows whose topology and layout contain this
+    python benchmarks/overlap.py --partitioner types    rows without a pipeline
 
-Nothing runs: the figures are those of `spmd-lm audit`, which walks the compiled schedule.  GPT 22B, or where its
-topology is too small for it, its first layers; and a small model.  Each row is audited as well: the exit code is 1
-where a step sends something else than theory asks for."""
+Nothing runs: the figures are those of `spmd-lm audit`, which walks the compiled schedule.  The models are GPT 22B, or
+only its first layers on a topology too small for it, and a small one.  Exits 1 if the audit of a row finds anything
+sent that theory does not ask for, or the reverse."""
 
 import argparse
 import os
@@ -46,7 +46,7 @@ OVERRIDES = {
 
 
 class Case(NamedTuple):
-    """layers: of GPT 22B; None for all of it, and for the small model."""
+    """layers: first layers of GPT 22B; None for all of it, and for the small model."""
 
     topology: str
     layout: str

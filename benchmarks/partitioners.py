@@ -1,16 +1,15 @@
-"""Collectives that XLA inserts into a step of sharding types, beside theory.
+"""Collectives that XLA inserts into a step of sharding types, compared with theory.
 
     python benchmarks/partitioners.py                  every case, as a table
-    python benchmarks/partitioners.py --only h100      those whose name has this in it
+    python benchmarks/partitioners.py --only h100      cases whose name contains this
     python benchmarks/partitioners.py --partitioner manual
-    python benchmarks/partitioners.py --steps          a step beside the manual one, on 8 simulated devices
+    python benchmarks/partitioners.py --steps          times a step against the manual one, on 8 simulated devices
     python benchmarks/partitioners.py --choose v5p:2x2x2
-                                                       the rows of spmd_lm/config/partitioners.yaml, by which
-                                                       parallel.partitioner=auto goes; once for each jax
+                                                       writes rows of spmd_lm/config/partitioners.yaml, which
+                                                       parallel.partitioner=auto goes by; once per jax version
 
-The cases are drawn so that every two values of different choices (FACTORS) meet on every topology.  A case is exact if
-the collectives over `model` are those of theory in number, and all bytes within 0.1% of it.  The exit code is 1 where
-one is not."""
+The cases cover every pair of values of different FACTORS on every topology.  A case is exact if the activations sent
+over `model` agree with theory in number, and all bytes to within 0.1%.  Exits 1 if a case is not exact."""
 
 import argparse
 import itertools
@@ -51,13 +50,13 @@ FACTORS = {
     "microbatches": (1, 2),
 }
 MOST = 1e-3
-"""Missing and excess bytes together, relative to theory's."""
+"""Largest sum of missing and excess bytes of an exact case, relative to theory's."""
 
 Case = dict[str, str | int | bool]
 
 
 def all_pairs() -> list[Case]:
-    """Cases in which every two values of different factors meet: each the one that adds the most new pairs."""
+    """Cases that cover every pair of values of different factors: each next one adds the most new pairs."""
     names = tuple(FACTORS)
     rows = list(itertools.product(*FACTORS.values()))
 
@@ -101,13 +100,13 @@ def over_model(rows: list[dict], one: float) -> dict[str, float]:
 
 
 def judged(name: str, case: Case, partitioner: str) -> tuple[bool, list[str]]:
-    """True for an exact case, and its row of the table."""
+    """True if the case is exact, and its row of the table."""
     target = topology.parse_topology(name)
     result = spmd_lm.audit(config_of(case, partitioner), name)
     shards = target.size // TENSOR_PARALLEL * case["microbatches"]
     one = BATCH // shards * SIZES["context"] * SIZES["width"] * 2
     found, theory = (over_model(result[key], one) for key in ("collectives", "theory"))
-    if target.platform == "cpu":  # which sends bfloat16 as float32
+    if target.platform == "cpu":  # it sends bfloat16 as float32
         theory = {kind: 2 * count for kind, count in theory.items()}
     total, off = sum(t["bytes"] for t in result["theory"]), result["missing_bytes"] + result["excess_bytes"]
     same = found.keys() == theory.keys() and all(abs(found[k] - n) < 0.1 for k, n in theory.items())
@@ -129,7 +128,7 @@ STEP_SECTIONS = {
 
 
 def time_steps() -> None:
-    """Prints the least CPU time of a step over interleaved rounds: of types, of manual, and of manual once more."""
+    """Prints a step's least CPU time over interleaved rounds: with types, with manual, and with manual once more."""
     from spmd_lm.api import read_batch
     from spmd_lm.step.program import Program
 
@@ -163,10 +162,10 @@ CHOSEN_BY = {
     "precision": {"reduce": "float32"},
     "train": {"batch": 32},
 }
-"""A step to compile: arrays large enough not to be rounding, small enough for a minute."""
+"""A step to compile: arrays large enough to outweigh the rest, small enough to compile in a minute."""
 SHARDED = {"neither": ((1,), False), "model": ((2, 8), False), "sequence too": ((2, 8), True)}
-"""Degrees of `model`, and whether the sequence is sharded over it.  Over all devices of a torus a compiler does without
-some of the collectives that it inserts along one line of them."""
+"""Degrees of `model`, and whether the sequence is sharded over it.  Over a whole torus a compiler omits some of the
+collectives that it inserts along one line of devices."""
 TABLE = Path(spmd_lm.__file__).parent / "config" / "partitioners.yaml"
 HEADER = """# Steps of sharding types beside written-out ones, as compiled for hardware that was not there: what
 # parallel.partitioner=auto goes by.  Written by `python benchmarks/partitioners.py --choose TOPOLOGY`.
@@ -175,8 +174,8 @@ HEADER = """# Steps of sharding types beside written-out ones, as compiled for h
 
 
 def choose(name: str) -> None:
-    """Compiles both for each row of this topology, and writes the figures of this jax into the table."""
-    rows = yaml.safe_load(TABLE.read_text()) or []  # the file is a comment at first
+    """Compiles both steps for each row of this topology, and writes the figures of this jax into the table."""
+    rows = yaml.safe_load(TABLE.read_text()) or []  # the first time, the file is only a comment
     for zero, (degrees, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
         case: Case = {"model": "gpt", "remat": "full", "zero": zero, "sequence": sequence, "replica": 1}
         shares = [_shares_of_manual(case, degree, name) for degree in degrees]
@@ -200,7 +199,7 @@ def _shares_of_manual(case: Case, degree: int, name: str) -> tuple[float, float]
     for partitioner in ("manual", "types"):
         config = config_of(case | {"microbatches": 1}, partitioner)
         sections = {key: getattr(config, key).model_copy(update=values) for key, values in CHOSEN_BY.items()}
-        # Collective matmul is written out alone.
+        # Only the manual partitioner has a collective matmul.
         parallel = config.parallel.model_copy(update={"model": degree, "collective_matmul": "off"})
         result = spmd_lm.audit(config.model_copy(update=sections | {"parallel": parallel}), name)
         found[partitioner] = result["exposed"]["exposed_seconds"], result["memory"]["peak"]

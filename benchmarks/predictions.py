@@ -1,14 +1,14 @@
-"""Memory and bytes that are predicted without compiling, beside the compiler's, for random runs.
+"""Memory and bytes sent, predicted without compiling, compared with the compiler's, for random runs.
 
     python benchmarks/predictions.py [--seed N] [--runs 30]
 
-Draws a model of 1B to 30B parameters, a topology of at least 8 devices, a layout with any of the options and the dtype
-in which gradients are summed, which fit by the prediction; compiles each in its own process; and prints a row: the
+Draws a model of 1B to 30B parameters, a topology of at least 8 devices, a layout with any options, and the dtype in
+which gradients are summed, if they are predicted to fit; compiles each in its own process; and prints a row: the
 predicted memory, the compiler's peak (on simulated CPU devices arguments and temporaries, because a CPU's peak has no
-temporaries), and whether bytes match theory.  Exits 1 if fewer than 24 of 30 are within 10%, if one is further off
-than 25%, or if any bytes differ.
-Without --seed one is drawn, and printed; it may be hexadecimal, as a commit's hash is: --seed 0x$(git rev-parse --short
-HEAD)."""
+temporaries), and whether bytes match theory.  Exits 1 if fewer than 24 of 30 are within 10%, if one is off by more than
+25% or cannot be compiled, or if any bytes differ.
+Without --seed a seed is drawn and printed; it may be hexadecimal, like a commit's hash: --seed 0x$(git rev-parse
+--short HEAD)."""
 
 import argparse
 import functools
@@ -40,14 +40,14 @@ TOPOLOGIES = (
     *("h100:1x8", "h100:4x8", "a100:2x8", "b200:2x8", "cpu:8"),
 )
 LEAST, MOST = 1e9, 30e9  # parameters
-ROOM = 0.9  # of a device's memory
-HOST_MEMORY = 64 * GIB  # that a simulated device may be predicted to take
+ROOM = 0.9  # usable fraction of a device's memory
+HOST_MEMORY = 64 * GIB  # limit on a simulated device's predicted memory
 CLOSE, FAR = 0.1, 0.25
 CLOSE_SHARE = 24 / 30
 
 
 def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology]]:
-    """Configurations that are legal and fit, without end."""
+    """Yields configurations that are legal and fit, endlessly."""
     while True:
         topology = parse_topology(generator.choice(TOPOLOGIES))
         try:
@@ -106,7 +106,7 @@ def draw_overrides(generator: random.Random, topology: Topology) -> list[str]:
 
 
 def compiled(config: RunConfig, topology: Topology) -> dict[str, Any] | str:
-    """What audit says; the error if it cannot be compiled."""
+    """The audit's report, or the error if it cannot be compiled."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "run.yaml")
         file.write_text(dump(config))

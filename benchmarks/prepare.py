@@ -1,10 +1,10 @@
-"""Time `spmd-lm prepare`, and measure the memory of all of its processes: PSS, which counts shared pages once.
+"""Time `spmd-lm prepare`, and measure the memory of all its processes: PSS, which counts shared pages once.
 
     python benchmarks/prepare.py [--megabytes 100] [--workers 2] [--tokenizer FILE]
 
-Generates text of Zipf-distributed words, a twentieth of it near duplicates, and prints a row: MB/s, of each stage and
-by the processor's time, which other programs do not lengthen, and peak PSS.  With a tokenizer also its library's own
-speed on as many threads, beside which ours is."""
+Generates text of Zipf-distributed words, a twentieth of it near duplicates, and prints a row: MB/s in all and by stage,
+MB per CPU second, which other programs do not lengthen, and peak PSS.  With a tokenizer also the speed of its library
+alone, on as many threads."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 WORDS = 50_000
-MEAN_WORDS = 350  # of a document
+MEAN_WORDS = 350  # per document
 
 
 def generate(path: Path, megabytes: int) -> None:
@@ -43,7 +43,7 @@ def generate(path: Path, megabytes: int) -> None:
 
 
 def pss_of_tree(root: int) -> int:
-    """Bytes of a process and those below it."""
+    """PSS in bytes of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -87,7 +87,7 @@ def measure(directory: Path, megabytes: int, workers: int, tokenizer: str) -> di
 
 
 def library_speed(path: Path, tokenizer: str, workers: int) -> float:
-    """MB/s of the library's own threads on 20 MB of the texts."""
+    """MB/s of the library alone, in its own threads, on 20 MB of the texts."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from spmd_lm.data.tokenizers.vocabulary import load_vocabulary
 

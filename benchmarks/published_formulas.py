@@ -1,7 +1,6 @@
 """The papers' own formulas, as printed: for their tables, and for systems that are not ours.
 
-Of a model: `width`, `layers`, `context`, `vocab`.  Memory is in bytes, with activations of 16 bits and masks of one
-byte."""
+Memory is in bytes, with activations of 16 bits and masks of one byte."""
 
 from typing import Literal, NamedTuple
 
@@ -9,7 +8,7 @@ Recomputation = Literal["none", "selective", "full"]
 
 
 class Sizes(NamedTuple):
-    """Of a GPT."""
+    """Sizes of a GPT."""
 
     width: int
     layers: int
@@ -19,12 +18,12 @@ class Sizes(NamedTuple):
 
     @property
     def parameters(self) -> float:
-        """arXiv:2104.04473, equation 2."""
+        """Number of parameters: arXiv:2104.04473, equation 2."""
         h, l, s, v = self.width, self.layers, self.context, self.vocab  # noqa: E741
         return 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))
 
     def step_flops(self, batch: int, *, recomputes: bool) -> float:
-        """With a forward pass that is run again arXiv:2104.04473, equation 3; without, arXiv:2205.05198, equation 7."""
+        """FLOPs of a step: arXiv:2104.04473, equation 3, if it recomputes, else arXiv:2205.05198, equation 7."""
         h, l, s, v = self.width, self.layers, self.context, self.vocab  # noqa: E741
         if recomputes:
             return 96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
@@ -33,7 +32,7 @@ class Sizes(NamedTuple):
     def layer_activations(
         self, sequences: int, tensor: int, recomputation: Recomputation, *, shards_sequence: bool
     ) -> float:
-        """What one layer saves for backward: arXiv:2205.05198, table 2."""
+        """Bytes that one layer saves for backward: arXiv:2205.05198, table 2."""
         stream = sequences * self.context * self.width
         if recomputation == "full":
             return 2 * stream
@@ -48,12 +47,12 @@ def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def training_days(tokens: float, parameters: float, devices: int, flops: float) -> float:
-    """flops: per second and device, with recomputation.  arXiv:2104.04473, equation 4."""
+    """Days: arXiv:2104.04473, equation 4.  flops: per second and device, with recomputation."""
     return 8 * tokens * parameters / (devices * flops) / 86_400
 
 
 def microbatches_in_flight(stages: int, chunks: int) -> float:
-    """Whose activations the first stage of 1F1B holds: arXiv:2205.05198, section 4.2.3."""
+    """Microbatches whose activations the first stage of 1F1B holds: arXiv:2205.05198, section 4.2.3."""
     return stages if chunks == 1 else stages + (stages - 1) / chunks
 
 

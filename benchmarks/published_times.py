@@ -1,4 +1,4 @@
-"""Step times that papers measured, beside those that the cost model predicts.
+"""Step times that papers measured, compared with the cost model's predictions.
 
     python benchmarks/published_times.py            every table of published_times.yaml, as markdown
     python benchmarks/published_times.py ptd-p      tables whose names contain an argument
@@ -24,12 +24,12 @@ from spmd_lm.resolve import abstract_plan
 
 ROOT = Path(__file__).parents[1]
 LARGEST_MICROBATCH = 16  # sequences
-ROOM = 0.95  # of a device's memory
-ALLOCATED = 8  # bytes of each logit, where one device has embedding and head
+ROOM = 0.95  # usable fraction of a device's memory
+ALLOCATED = 8  # bytes per logit, if one device has embedding and head
 
 
 class Prediction(NamedTuple):
-    """measured, value: in the unit of the table.  chosen: what the paper does not say."""
+    """measured, value: in the table's unit.  chosen: settings that the paper does not give."""
 
     table: str
     name: str
@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Its logarithm: above 0 where the model promises more than was measured."""
+        """Log of predicted over measured: above 0 if the model promises more than was measured."""
         return math.log(self.value / self.measured)
 
 
@@ -50,7 +50,7 @@ def tables() -> list[dict[str, Any]]:
 
 
 def predict(table: dict[str, Any]) -> list[Prediction]:
-    """A prediction for each row.  Of `seconds` the value is inverted, so that errors have one sign."""
+    """A prediction for each row.  Values in `seconds` are inverted, so that errors of all units have the same sign."""
     baseline = _fastest(table, table["baseline"]) if "baseline" in table else None
     predictions = []
     for row in table["rows"]:
@@ -72,13 +72,13 @@ def predict(table: dict[str, Any]) -> list[Prediction]:
 
 
 def _rate(table: dict[str, Any], config: RunConfig, step: StepTime) -> float:
-    """FLOP/s of a device, as the paper counts them."""
+    """FLOP/s per device, as the paper counts them."""
     flops = _sizes(config).step_flops(config.train.batch, recomputes=table.get("recomputes", False))
     return flops / step.seconds / _devices(config)
 
 
 def _fastest(table: dict[str, Any], row: dict[str, Any]) -> tuple[RunConfig, StepTime, str]:
-    """Of the configurations that fit and that the paper leaves open: (configuration, its step, what was chosen)."""
+    """(configuration, step, chosen settings) of the fastest configuration that fits, among those the paper allows."""
     hardware, system = find_hardware(table["hardware"]), profiles()[table["system"]]
     assert hardware and hardware.memory
     steps = []
@@ -120,8 +120,8 @@ def _candidates(table: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[Ru
 
 
 def stage_memory(config: RunConfig, system: Profile) -> float:
-    """Bytes of a device of the first stage, by the papers' formulas, with gradients in float32 as Megatron-LM has them,
-    2 bytes a parameter more."""
+    """Bytes per device of the first stage, by the papers' formulas, but with gradients in float32 as in Megatron-LM, 2
+    bytes more per parameter."""
     m, p, sizes = config.model, config.parallel, _sizes(config)
     sequences = config.train.batch // p.data // p.microbatches
     parameters = (sizes.parameters - m.vocab * m.width) / (p.pipe * p.model) + m.vocab * m.width / p.model
@@ -130,7 +130,7 @@ def stage_memory(config: RunConfig, system: Profile) -> float:
     def activations(policy: str) -> float:
         return sizes.layer_activations(sequences, p.model, policy, shards_sequence=p.sequence)
 
-    # One layer that runs again is there whole; with one kernel for attention no scores are.
+    # A layer being recomputed is held whole; with fused attention, no scores are held.
     policy = config.remat.policy
     fused = policy == "none" and system.attention == "fused"
     saved = layers * activations("selective" if fused else policy) + (policy == "full") * activations("none")

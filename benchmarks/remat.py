@@ -1,14 +1,14 @@
-"""Activations saved per layer and sequence under each remat policy: by its trace, in the program, by the compiler.
+"""Activations saved per layer and sequence under each remat policy: by a layer's trace, in the step, by the compiler.
 
     python benchmarks/remat.py                       layers of GPT-3's proportions on v5p:2x2x2, model 8
     python benchmarks/remat.py --attention splash    with the fused kernel and no dropout in it
     python benchmarks/remat.py --width 12288 --heads 96
     python benchmarks/remat.py --compile             minutes for each row
 
-Step: the outputs of the loop over layers in the jaxpr of the step.  Compiled: temporaries at two depths and two
-batches; what grows with both belongs to one layer and sequence.
+Step: the outputs of the loop over layers in the step's jaxpr.  Compiled: temporaries at two depths and two batches; the
+part that grows with both belongs to one layer and sequence.
 
-Percentages are of no remat without sequence parallelism.  arXiv:2205.05198, figure 7, has for GPT-3 175B: 57%
+Percentages are relative to no remat and no sequence parallelism.  arXiv:2205.05198, figure 7, has for GPT-3 175B: 57%
 selective, 62% sequence parallel, 19% both, 9% full."""
 
 import argparse
@@ -23,7 +23,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.layer_trace import trace_layer
 from spmd_lm.step.program import Program
 
-# Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
+# Large enough that no array fits into a TPU's vector memory, which its compiler does not count.
 DEPTHS, BATCHES = (48, 96), (4, 8)
 POLICIES = [(policy, sequence) for sequence in (False, True) for policy in ("none", "selective", "residual", "full")]
 
@@ -71,7 +71,7 @@ def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology)
 
 
 def compiled(a: argparse.Namespace, policy: str, sequence: bool) -> float:
-    """The same, by the compiler."""
+    """Bytes saved per layer and sequence on a device, by the compiler."""
     temporaries = {
         (layers, batch): spmd_lm.audit(config(a, policy, sequence, layers, batch), a.topology)["memory"]["temporaries"]
         for layers in DEPTHS

@@ -1,4 +1,4 @@
-"""Time a start to its first step with compiled programs on disk, beside one that compiles.
+"""Time a start up to its first step, with compiled programs on disk and without.
 
     python benchmarks/restart.py [--rounds 2] [KEY=VALUE ...]
 

@@ -2,10 +2,9 @@
 
     python benchmarks/schedules.py [--stages 4] [--microbatches 16] [--chunks 2] [--rounds 9] [--remat full]
 
-One process holds all of them; they take turns, one step at a time, and each round compares them anew.  Printed are
+One process holds all programs; they take turns, one step at a time, and each round compares them anew.  Printed are
 medians over the rounds: of a step's time, and of its ratio to gpipe's.  Stages share the machine's cores, so a bubble
-costs nothing and the work alone is timed: an idle half of a tick must do none.  Exits 1 if 1f1b takes longer than
-gpipe."""
+costs nothing and only work is timed: an idle half tick must do none.  Exits 1 if 1f1b takes longer than gpipe."""
 
 import argparse
 import statistics

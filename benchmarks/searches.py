@@ -1,11 +1,11 @@
-"""`spmd-lm plan --search` on PTD-P's ten models (arXiv:2104.04473, table 1), beside the layouts that the paper chose.
+"""`spmd-lm plan --search` on PTD-P's ten models (arXiv:2104.04473, table 1), against the layouts that the paper chose.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python benchmarks/searches.py [--compile] [NAME ...]    NAME: 39.1b; default all
 
-Each row: layouts that were costed, the time of a search, and the step by the model under the paper's layout, with the
+Each row: layouts that were costed, the time of a search, and predicted step times under the paper's layout, with the
 microbatch and chunks that are best for it, and under the search's.  The paper's layout is not given to the search.
---compile compiles each winner, and tells whether it fits and sends what theory has.  Exits 1 where the search loses,
-or a winner does not fit or match."""
+--compile compiles each winner, and tells whether it fits and sends what theory predicts.  Exits 1 if the search loses,
+or if a winner does not fit or match."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ HOSTS |= {"529.6b": 315, "1t": 384}
 
 
 def is_paper_s(layout: CostedLayout, paper: CostedLayout | None, degrees: tuple[int, int, int]) -> bool:
-    """Whether a layout is the paper's, with full recomputation and no ZeRO, and faster than what was found of it."""
+    """True if a layout is the paper's, with full recomputation and no ZeRO, and faster than `paper`, the best yet."""
     p = layout.config.parallel
     chosen = (p.pipe, p.data, p.model) == degrees and p.zero == 0 and not p.sequence
     return chosen and layout.config.remat.policy == "full" and (paper is None or layout.seconds < paper.seconds)
@@ -50,7 +50,7 @@ def main() -> int:
         compiled = ""
         if arguments.compile:
             confirmed = confirm(best, spmd_lm.audit)
-            peak = confirmed["compiled_peak"] or float("inf")  # none, if the compiler refuses it
+            peak = confirmed["compiled_peak"] or float("inf")  # None if the compiler refuses it
             compiled = f"peak {peak / 2**30:.1f} GiB for {best.memory / 2**30:.1f}"
             compiled += ", bytes as theory has them" if confirmed["matches_theory"] else ", NOT as theory"
             failed += peak > best.memory + best.room or not confirmed["matches_theory"]

@@ -1,7 +1,7 @@
 """Shipped configurations that name their hardware, compiled for it: bytes sent, memory, and compile time.
 
     python benchmarks/shipped.py            all of them
-    python benchmarks/shipped.py ptd-p/1t   those whose names contain an argument
+    python benchmarks/shipped.py ptd-p/1t   configurations whose names contain an argument
 
 A configuration names its hardware in its first lines, as `--topology T`, and gives one row of a markdown table.  Exits
 1 if a step does not match theory."""

@@ -1,4 +1,4 @@
-"""Predicted step times of random layouts beside measured ones, on the devices that a CPU simulates.
+"""Predicted step times of random layouts against measured ones, on simulated CPU devices.
 
     python benchmarks/simulated.py [--seed N] [--layouts 12] [--steps 8]
 
@@ -48,7 +48,7 @@ def spmd_lm(*arguments: str) -> dict[str, Any]:
 
 
 def draw(seed: int, count: int, target: Target) -> list[CostedLayout]:
-    """Layouts of different meshes, each with its other choices at random, and their costs."""
+    """Layouts of different meshes, each with random other choices, and their costs."""
     config, generator = load(None, MODEL), random.Random(seed)
     legal = list(itertools.chain.from_iterable(candidates(config, target, Counter())))
     generator.shuffle(legal)

@@ -1,5 +1,5 @@
-"""PTD-P's measured trade-offs (arXiv:2104.04473, sections 3 and 5.4), as the cost model has them: curves of TFLOP/s per
-device, for Megatron-LM of 2021 on A100s.
+"""PTD-P's measured trade-offs (arXiv:2104.04473, sections 3 and 5.4), as the cost model predicts them: curves of
+TFLOP/s per device, for Megatron-LM of 2021 on A100s.
 
     python benchmarks/takeaways.py      as markdown"""
 
@@ -20,14 +20,14 @@ A100, SYSTEM = "NVIDIA A100-SXM4-80GB", "megatron-2021"
 
 
 class Curve(NamedTuple):
-    """label: what is the same at all points.  points: TFLOP/s per device by what changes."""
+    """label: what all points share.  points: TFLOP/s per device by the quantity that varies."""
 
     label: str
     points: dict[int, float]
 
 
 def gpt(layers: int, width: int, heads: int, batch: int, remat: str = "full", **parallel: int | str) -> RunConfig:
-    """A model of the paper's, whose system shards neither the sequence nor the optimizer."""
+    """A model of the paper, whose system shards neither the sequence nor the optimizer."""
     sizes = [f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"train.batch={batch}"]
     layout = {"pipe": 1, "data": 1, "model": 1, "microbatches": 1, "sequence": "false", "zero": 0} | parallel
     keys = [f"parallel.{key}={value}" for key, value in layout.items()]
@@ -44,7 +44,7 @@ def step(config: RunConfig) -> StepTime:
 
 
 def tflops(config: RunConfig) -> float:
-    """Per second and device, as the paper counts them, with recomputation."""
+    """TFLOP/s per device, as the paper counts them, with recomputation."""
     m, p = config.model, config.parallel
     flops = Sizes(m.width, m.layers, m.heads, m.context, m.vocab).step_flops(config.train.batch, recomputes=True)
     return flops / step(config).seconds / (p.pipe * p.data * p.model) / 1e12

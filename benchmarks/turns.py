@@ -43,7 +43,7 @@ class Contender:
 
 @contextlib.contextmanager
 def started(commands: dict[str, list[str]], env: dict[str, str]) -> Iterator[list[Contender]]:
-    """Programs, warm.  They start one after the other, so that none compiles while another steps."""
+    """Yields warm programs.  They start one after the other, so that none compiles while another steps."""
     with contextlib.ExitStack() as stack:
         contenders = []
         for name, command in commands.items():

@@ -43,7 +43,7 @@ SIZES = {
 
 
 def matrices(s: Sizes) -> dict[str, np.ndarray]:
-    """The random weights, those of layers [layers, in, out].  Norms start at one, biases at zero."""
+    """The random weights; weights of layers are [layers, in, out].  Norms start at one, biases at zero."""
     rng = np.random.default_rng(0)
     shapes = {
         "tokens": (s.vocab, s.width),
@@ -52,7 +52,7 @@ def matrices(s: Sizes) -> dict[str, np.ndarray]:
         "up": (s.layers, s.width, 4 * s.width),
         "down": (s.layers, 4 * s.width, s.width),
     }
-    branch_ends = {"out", "down"}  # of the residual branches
+    branch_ends = {"out", "down"}  # outputs of the residual branches
     std = {name: 0.02 / (2 * s.layers) ** 0.5 if name in branch_ends else 0.02 for name in shapes}
     return {name: rng.standard_normal(shape, np.float32) * np.float32(std[name]) for name, shape in shapes.items()}
 
@@ -64,8 +64,8 @@ def tokens(s: Sizes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def serve(step: Callable[[], float], answers: dict[str, Callable[[], dict[str, Any]]] | None = None) -> None:
-    """Run steps for the parent process.  step: one update, complete when it returns its loss.  answers: what else the
-    parent may ask for, by the line that asks."""
+    """Runs steps for the parent process.
+    step: makes one update, complete when it returns its loss.  answers: further answers, by the parent's question."""
     start = time.perf_counter()
     losses = [step() for _ in range(WARMUP)]
     print(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}), flush=True)

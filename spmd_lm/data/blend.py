@@ -1,10 +1,10 @@
 """A blend of corpora by weight: which corpus each sample of a run comes from, a pure function of its index.
 
-After n samples, corpus i has given n w_i of them to within 1 - 1/(2k - 2) < 1, for k corpora of weights w that sum to 1
+After n samples, corpus i has contributed n w_i to within 1 - 1/(2k - 2) < 1, for k corpora with weights w summing to 1
 (Tijdeman, "The chairman assignment problem", 1980).  Always taking the corpus that is furthest behind drifts further.
 
-The order has a period: the sum of the weights, as whole numbers.  Decimal weights are scaled exactly, unless the period
-would exceed MAX_PERIOD; then they are rounded to whole numbers that sum to it, each by less than one, or up to one."""
+The order has a period: the sum of the weights as integers.  Decimal weights are scaled exactly, unless the period would
+exceed MAX_PERIOD; then they are rounded by less than one, or up to one, and the largest makes the sum MAX_PERIOD."""
 
 import heapq
 import math
@@ -17,7 +17,7 @@ MAX_PERIOD = 2**20  # samples: half a second to order them
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportion of these positive decimals; rounded, they sum to MAX_PERIOD."""
+    """The smallest integers proportional to these positive decimals; if rounded, they sum to MAX_PERIOD."""
     exact = [Fraction(str(weight)) for weight in weights]
     ratio = [int(weight * math.lcm(*(each.denominator for each in exact))) for weight in exact]
     ratio = [weight // math.gcd(*ratio) for weight in ratio]
@@ -27,20 +27,20 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     largest_remainders = sorted(range(len(ratio)), key=lambda i: rounded[i] * total - ratio[i] * MAX_PERIOD)
     for i in largest_remainders[: max(0, MAX_PERIOD - sum(rounded))]:
         rounded[i] += 1
-    rounded[rounded.index(max(rounded))] -= max(0, sum(rounded) - MAX_PERIOD)  # the sum of raises to 1
+    rounded[rounded.index(max(rounded))] -= max(0, sum(rounded) - MAX_PERIOD)  # makes up for raises to 1
     return rounded
 
 
 def order(weights: Sequence[int]) -> np.ndarray:
     """One period of the order: the corpus of each sample, uint16 [sum of weights].  Tijdeman's rule: sample j >= 0 of
     corpus i is released once (n + 1) w_i >= j + d, and due by (n + 1) w_i = j + 1 - d, with d = 1/(2k - 2); of the
-    released samples, the one due first is next."""
+    released samples, the one due first comes next."""
     k, period = len(weights), sum(weights)
     if k == 1:
         return np.zeros(period, np.uint16)
     corpus = np.repeat(np.arange(k), weights)
     nth = np.concatenate([np.arange(weight) for weight in weights])
-    # Times the weights' common denominator and 2k - 2, everything is a whole number: j + d becomes s j + 1.
+    # Multiplied by the period and s = 2k - 2, everything is an integer: j + d becomes s j + 1.
     scale, weight = 2 * k - 2, np.array(weights, np.int64)[corpus]
     release = -(-(scale * nth + 1) * period // (scale * weight))  # the first n + 1 at which it is released
     deadline = (scale * (nth + 1) - 1) * period / (scale * weight)
@@ -68,7 +68,7 @@ class Blend:
         self.counts = np.array(whole_weights(weights), np.int64)
         self.corpus = order(self.counts.tolist())
         self.period = len(self.corpus)
-        self.nth = np.empty(self.period, np.int64)  # of each sample of a period, among those of its corpus
+        self.nth = np.empty(self.period, np.int64)  # number of each sample of a period within its corpus
         for i, count in enumerate(self.counts):
             self.nth[self.corpus == i] = np.arange(count)
 
@@ -84,6 +84,6 @@ class Blend:
         return periods * self.counts + np.bincount(self.corpus[:rest], minlength=len(self.counts))
 
     def index_of(self, corpus: int, nth: int) -> int:
-        """The place in the run of a corpus's nth sample."""
+        """The index in the run of a corpus's nth sample."""
         period, rest = divmod(nth, int(self.counts[corpus]))
         return period * self.period + int(np.flatnonzero(self.corpus == corpus)[rest])

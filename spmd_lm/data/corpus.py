@@ -1,4 +1,4 @@
-"""A run's data and the loader of its batches.  Text is token ids, split into training and validation.
+"""A run's data, and the loader that batches it.  Text becomes token ids, split into training and validation.
 
 Documents are ordered, and held out, by hashes of their texts; their names and the order given do not matter."""
 
@@ -59,7 +59,7 @@ class Corpus:
     train: np.ndarray  # token ids, 1-D, unsigned
     validation: np.ndarray
     num_documents: int
-    num_bytes: int  # of text; of token ids where there is no text
+    num_bytes: int  # size of the text, or of the token ids if there is no text
     tokenizer: Tokenizer  # knows where words begin, and which token separates documents
     warning: str = ""
 
@@ -86,9 +86,9 @@ Dataset = Corpus | TokenDataset | TaskDataset | InstructionDataset | SampleDatas
 
 def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES, context: int = MOST) -> Dataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`, and only conversations on
-    the `context` that they are truncated to.  rules: a version, as RULES.  Raises DataError for text that is missing,
-    empty, unreadable or not UTF-8, for malformed examples, for a damaged vocabulary, and for a token id not below
-    `vocab_size`; ConfigError for a vocabulary that requires more ids."""
+    `context`, which truncates them.  Raises DataError for text that is missing, empty, unreadable or not UTF-8, for
+    malformed examples, for a damaged vocabulary, and for a token id not below `vocab_size`; ConfigError for a
+    vocabulary that requires more ids.  rules: a version, at most RULES."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
     if isinstance(data, Documents):
@@ -135,7 +135,7 @@ def _train_tokenizer(data: Documents, documents: list[Document], vocab_size: int
     texts = texts[: max(1, int(np.searchsorted(ends, MAX_TRAINING_TEXT, side="right")))]
 
     def decoded() -> Iterator[str]:
-        return (text[:MAX_TRAINING_TEXT].decode(errors="ignore") for text in texts)  # a cut character
+        return (text[:MAX_TRAINING_TEXT].decode(errors="ignore") for text in texts)  # drops a cut character
 
     train = {"bpe": train_bpe, "wordpiece": train_wordpiece}[data.tokenizer]
     return SubwordTokenizer(data.tokenizer, train(vocab_size, decoded))
@@ -161,7 +161,7 @@ def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
 def make_text_loader(
     tokens: TokenArray, tokenizer: Tokenizer, config: RunConfig, split: SplitName, seed: int | None = None
 ) -> Loader:
-    """The loader of one corpus.  seed: of its order; default train.seed."""
+    """The loader of one corpus.  seed: determines its order; default train.seed."""
     if isinstance(config.objective, MaskedLM):
         return MaskedLMLoader(tokens, tokenizer, config, split, seed)
     loader = CausalLMLoader(tokens, config, split, seed)
@@ -172,7 +172,7 @@ def make_text_loader(
 def make_blend_loader(
     splits: Sequence[TokenArray], weights: Sequence[float], tokenizer: Tokenizer, config: RunConfig, split: SplitName
 ) -> Loader:
-    """The loader of several corpora; validation leaves out those without validation text."""
+    """The loader of several corpora; validation leaves out corpora without validation text."""
     if len(splits) == 1:
         return make_text_loader(splits[0], tokenizer, config, split)
     present = [i for i, tokens in enumerate(splits) if tokens.size or split == "training"]
@@ -206,7 +206,7 @@ def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def split_documents(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents, which have `share` of the text; if need be, one document is cut."""
+    """Training documents, and validation documents with `share` of the text; one document is cut if necessary."""
     digests = [hashlib.sha256(document.text).digest() for document in documents]
     order = sorted(range(len(documents)), key=digests.__getitem__)
     draws = np.array([int.from_bytes(digests[i][:6]) / 2**48 for i in order])
@@ -221,7 +221,7 @@ def split_documents(documents: list[Document], share: float) -> tuple[list[Docum
 
 
 def split_by_name(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """The split by rules 1: `share` of the documents, whatever their sizes; of a single document, its end."""
+    """The split under rules 1: holds out `share` of the documents, whatever their sizes, or a single one's end."""
     if len(documents) == 1:
         (divided,) = documents
         cut = int((1 - share) * len(divided.text))
@@ -232,13 +232,13 @@ def split_by_name(documents: list[Document], share: float) -> tuple[list[Documen
 
 
 def hold_out(names: list[str], fraction: float) -> list[bool]:
-    """A mask of the documents held out for validation: about `fraction` of two or more, each by its name alone.  If a
+    """Mask of documents held out for validation: about `fraction` of two or more, each chosen by its name alone.  If a
     split would be empty, the document nearest to the threshold moves there."""
     digests = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
     draws = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]  # uniform in [0, 1)
     held_out = [draw < fraction for draw in draws]
     held_out[draws.index(min(draws))] = True
-    held_out[len(draws) - 1 - draws[::-1].index(max(draws))] = False  # the last of equals: two of one name still split
+    held_out[len(draws) - 1 - draws[::-1].index(max(draws))] = False  # last of equals: two of one name still split
     return held_out
 
 

@@ -1,7 +1,7 @@
 """The base of all loaders, and the loaders of causal language models and of blends.
 
-Batches are a pure function of (seed, step), placed on devices shard by shard, so resuming needs no saved state.  Each
-process reads only the rows of its own devices.
+Batches are a pure function of (seed, step), so resuming needs no saved state.  They are placed on devices shard by
+shard, and each process reads only the rows of its own devices.
 
 Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T + 1."""
 
@@ -32,7 +32,7 @@ SplitName = Literal["training", "validation"]
 ORDER_STREAM, OFFSET_STREAM, ROW_STREAM, CORPUS_STREAM = range(4)
 
 
-ORDER_BLOCK = 4096  # places whose order is computed together, at little more cost than one
+ORDER_BLOCK = 4096  # indices permuted together, at little more cost than one
 
 
 class SampleIndices(NamedTuple):
@@ -45,10 +45,10 @@ class SampleIndices(NamedTuple):
 
 
 class Loader(abc.ABC):
-    """One split of a data set as batches.  Epochs shuffle examples: a window of text, or all choices of one question.
+    """One split of a data set as batches.  Epochs shuffle examples: windows of text, or questions with all choices.
 
     Training shows every example once per epoch, in a new order each epoch.  Validation shows the same `num_validated`
-    examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches of text, all of a
+    examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches for text, all for a
     task.  Rows of weight 0 fill the last batch; they never change a result.
 
     bytes_per_token: bytes of text per target id [vocabulary]; None if some targets are not text."""
@@ -58,7 +58,7 @@ class Loader(abc.ABC):
     def __init__(
         self, config: RunConfig, split: SplitName, num_examples: int, rows_per_example: int = 1, seed: int | None = None
     ):
-        """rows_per_example: consecutive rows; divides the batch size.  seed: of the order; default train.seed."""
+        """rows_per_example: consecutive rows; divides the batch size.  seed: for the order; default train.seed."""
         self.context, self.seed = config.model.context, config.train.seed if seed is None else seed
         self.batch_size, self.microbatches = config.train.batch, config.parallel.microbatches
         assert self.batch_size % self.microbatches == self.batch_size % rows_per_example == 0
@@ -81,7 +81,7 @@ class Loader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, indices: SampleIndices) -> Batch:
-        """Reads these rows to the host: fields are [R, T], those of PER_ROW [R]."""
+        """Reads these rows on the host: fields are [R, T], or [R] if in PER_ROW."""
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows start..stop-1 of a step, on the host."""
@@ -93,7 +93,7 @@ class Loader(abc.ABC):
         return self.read_examples((step * self.batch_size + sample_ids_R) // self.rows_per_example, sample_ids_R)
 
     def read_examples(self, index_R: np.ndarray, sample_ids_R: np.ndarray) -> Batch:
-        """The examples at these places of the run, or of an evaluation, on the host."""
+        """The examples at these indices of the run, or of an evaluation, on the host."""
         if self.split == "training":
             example_R = self._order(index_R)
             return self.read(
@@ -104,7 +104,7 @@ class Loader(abc.ABC):
         return self.read(SampleIndices(sample_ids_R, example_R, None, valid_R))
 
     def _order(self, index_R: np.ndarray) -> np.ndarray:
-        """Maps places of the run to examples [R]."""
+        """Maps indices of the run to examples [R]."""
         block_R, place_R = np.divmod(index_R, ORDER_BLOCK)
         example_R = np.empty_like(index_R)
         for block in np.unique(block_R).tolist():
@@ -113,12 +113,12 @@ class Loader(abc.ABC):
         return example_R
 
     def _compute_order(self, block: int) -> np.ndarray:
-        """Examples at the places of a block [ORDER_BLOCK]."""
+        """Examples at the indices of a block [ORDER_BLOCK]."""
         epoch, index = np.divmod(np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK), self.num_examples)
         return permute(index, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch))
 
     def batch(self, step: int, shardings: Batch) -> Batch:
-        """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
+        """A step's batch on devices: fields are [M, B, T], or [M, B] if in PER_ROW.
         shardings: a Batch of jax.sharding.Sharding; fields with None are left out."""
         rows_MB = np.arange(self.batch_size).reshape(self.microbatches, -1)
         present = {name: sharding for name, sharding in vars(shardings).items() if sharding is not None}
@@ -129,14 +129,14 @@ class Loader(abc.ABC):
             for index in sharding.addressable_devices_indices_map(shape).values()
         ]
         local_R = np.unique(np.concatenate([rows_MB[index[:2]].ravel() for index in indices]))
-        local = self.read_rows(step, local_R)  # once, however devices share it
+        local = self.read_rows(step, local_R)  # once, even if several devices hold a row
 
         def place(name: str) -> jax.Array:
             field_R = getattr(local, name)
             assert field_R is not None, f"rows have no {name}"
 
             def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None  # as the type of jax's callback allows
+                assert index is not None  # only the type of jax's callback allows None
                 return field_R[np.searchsorted(local_R, rows_MB[index[:2]])][:, :, *index[2:]]
 
             return jax.make_array_from_callback(shapes[name], present[name], read_shard)
@@ -158,7 +158,7 @@ def batches_ahead(
             made = [ahead.result()]  # before the thread competes with the caller again
             is_next = step + 1 in steps and step not in alone
             ahead = pool.submit(loader.batch, step + 1, shardings) if is_next else None
-            yield made.pop()  # held by the caller alone
+            yield made.pop()  # leaves the caller the only reference
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         yield batches()
@@ -174,9 +174,9 @@ def how_to_add_text(config: RunConfig, split: SplitName) -> str:
 
 
 class CausalLMLoader(Loader):
-    """Windows of token ids; targets are the next tokens.  In training, all windows of an epoch are shifted by one
-    random offset.  With data.pack, tokens attend within their document, or its part in the row, with positions from 0;
-    a document's first token is no target."""
+    """Windows of token ids; targets are the next tokens.  In training, one random offset shifts all windows of an
+    epoch.  With data.pack, tokens attend only within their document's part of the row, with positions from 0, and a
+    document's first token is no target."""
 
     def __init__(self, tokens: TokenArray, config: RunConfig, split: SplitName, seed: int | None = None):
         context, size = config.model.context, tokens.size
@@ -210,8 +210,8 @@ class CausalLMLoader(Loader):
 
 
 def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Batch:
-    """Separates the documents within rows.  offset: of each row, among the tokens that document_starts [D + 1]
-    describes."""
+    """Separates the documents within rows.
+    offset: each row's first token, numbered as in document_starts [D + 1]."""
     rows, length = batch.tokens.shape
     # Documents that begin after a row's first token; an empty document begins where the next one does.
     begin_R, end_R = (np.searchsorted(document_starts, offset_R + n, side="right") for n in (0, length))
@@ -231,8 +231,8 @@ def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Bat
 
 
 class BlendLoader(Loader):
-    """Examples of several loaders in the proportion of `weights`, each loader in its own order (`blend`).  Validation
-    ends where the first loader runs out."""
+    """Examples of several loaders in proportion to `weights`, each loader in its own order (`blend`).  Validation ends
+    where the first loader runs out."""
 
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float], config: RunConfig, split: SplitName):
         super().__init__(config, split, sum(loader.num_examples for loader in loaders))

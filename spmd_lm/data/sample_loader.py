@@ -46,8 +46,8 @@ class SampleDataset:
 
 
 class SampleLoader(Loader):
-    """Rows in the order of n; training never ends.  A sample is model.context + 1 token ids, or a mapping of one row's
-    Batch fields.  By default, positions count from 0, and segments and weights are 1."""
+    """Rows in order of n; training never ends.  A sample is model.context + 1 token ids, or a mapping of one row's
+    Batch fields.  By default positions count from 0, and segments and weights are 1."""
 
     def __init__(self, dataset: SampleDataset, config: RunConfig, split: SplitName):
         super().__init__(config, split, dataset.data.validation_samples)

@@ -1,15 +1,15 @@
 """Stateless random numbers and permutations: pure functions of a key, with no generator state and no table.
 
-The place of element i of an epoch costs O(1): a run seeks to any step at once, and each process computes its own rows.
-The arithmetic is our own, because numpy may change its generators' streams between versions, and a resumed run must see
-the same numbers."""
+Finding element i of an epoch takes O(1): a run seeks to any step at once, and each process computes its own rows.  The
+arithmetic is our own, because numpy may change its generators' streams between versions, and a resumed run must see the
+same numbers."""
 
 import functools
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-# Pairs of rounds.  Two make a strong permutation of wide halves (Luby and Rackoff, 1988); ours are a few bits wide.
+# Two pairs of rounds suffice for wide halves (Luby and Rackoff, 1988); ours are a few bits wide.
 ROUND_PAIRS = 4
 
 

@@ -20,7 +20,7 @@ from spmd_lm.files import memory_bytes, walk
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 # Standard library directories to skip: installed packages; tables of 1.4 MB, so regular that they would flatter every
-# loss; and parts that some distributions package separately, so that the text would differ between machines.
+# loss; and parts that some distributions package separately, which would make the text differ between machines.
 EXCLUDED = {"site-packages", "dist-packages", "encodings"}
 EXCLUDED |= {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"}
 
@@ -52,7 +52,7 @@ def read_documents(patterns: list[str], key: str = "data.path", suffixes: tuple[
     """The documents of files, globs and directories, each file once, ordered by `patterns`, then by name.
 
     key: the configuration key of `patterns`.
-    suffixes: of files searched for in directories.
+    suffixes: suffixes of the files that directories are searched for.
 
     An empty file is skipped if a directory or a glob matched it; named explicitly, it is an error."""
     if not patterns:
@@ -105,8 +105,8 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
 
 
 def matches(pattern: str, seen: set[tuple[str, str]] | None = None) -> Iterator[str]:
-    """Matches like glob.glob, but `**` follows no links: two that lead back to their directory would match forever.
-    seen: directories already searched, each with the pattern for what is below it."""
+    """Matches of glob.glob, except that `**` follows no links: two that lead back to it would match forever.
+    seen: directories already searched, each with the pattern applied below it."""
     seen = set() if seen is None else seen
     before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:

@@ -13,8 +13,8 @@ class TokenArray(Protocol):
     size: int
 
     def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
-        """The tokens from each start on, int32 [R, S] for S = length; no row goes past the last token.  Raises
-        DataError for tokens that fail their checksum or are not in the vocabulary, where that is checked."""
+        """The `length` tokens from each start on, int32 [R, S]; no row may go past the last token.  Raises DataError
+        for tokens that fail their checksum or are not in the vocabulary, where that is checked."""
 
     def document_starts(self) -> np.ndarray:
         """Starts of documents, and the end of the last one, int64 [D + 1]; separators belong to the document before."""

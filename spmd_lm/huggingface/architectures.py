@@ -32,7 +32,7 @@ class WeightMapping:
     param: str  # path in our parameter tree, without the place in a period
     tensor: str  # with LAYER if there is one per layer; parameters of one tensor are joined on their last dimension
     transposed: bool = False  # the tensor's two dimensions are swapped
-    by_head: bool = False  # concatenated head by head
+    by_head: bool = False  # the tensor's parameters are joined head by head
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class TensorPart:
     """One parameter's part of a tensor."""
 
     param: str
-    layer: int | None  # index in the parameter's stack, if it is one
-    shape: Shape  # as the parameter has it
-    start: int = 0  # in the tensor's last dimension, within one group
+    layer: int | None  # index in a stacked parameter
+    shape: Shape  # in the parameter's layout, without the stack
+    start: int = 0  # offset within one group, in the last dimension before transposing
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor that concatenates its parts, once in each of `groups`."""
+    """A tensor that consists of `groups`, each a concatenation of equal shares of all parts."""
 
     name: str
     parts: tuple[TensorPart, ...]
@@ -61,7 +61,7 @@ class HFTensor:
         return shape[::-1] if self.transposed else shape
 
     def index(self, part: TensorPart, index: Index) -> Index:
-        """The slice of the tensor for the slice `index` of a part; of several groups, all of each that it touches."""
+        """The tensor's slice that holds the slice `index` of a part; with several groups, whole groups."""
         *leading, bounds = index
         if self.groups == 1:
             along = part.start + bounds[0], part.start + bounds[1]
@@ -105,9 +105,9 @@ class ConfigKey:
 
     hf_key: str
     model_key: str
-    default: Any  # of a config.json without the key
+    default: Any  # value if config.json lacks the key
     choices: Mapping[str, str] = field(default_factory=dict)  # named values, Hugging Face's to ours
-    kind: type | None = None  # by default that of `default`, or int for None
+    kind: type | None = None  # type of the value; by default that of `default`, or int for None
 
     def read(self, hf_config: Mapping[str, Any], errors: list[str]) -> Any:
         """The value for our `model`; adds to `errors` if it has the wrong type."""
@@ -130,7 +130,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of config.json that are read together, such as those of rotary positions."""
+    """Keys of config.json that are read together, such as the keys of rotary positions."""
 
     names: tuple[str, ...]
     # (config.json, keys of `model` read so far, errors) -> further keys of `model`
@@ -144,17 +144,17 @@ class Architecture:
     """Model classes whose weights and configuration read alike."""
 
     model_type: str  # in config.json
-    classes: Mapping[str, Mapping[str, Any]]  # most common first, with the objective of their heads
+    classes: Mapping[str, Mapping[str, Any]]  # most common first, each with the objective of its head
     weights: tuple[WeightMapping, ...]  # in order: embedding, layers, head
     config_keys: tuple[ConfigKey, ...]
     key_groups: tuple[ConfigKeys, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of `model` shared by all, where not our default
-    required: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json: the only, default value supported
-    legacy_names: Mapping[str, str] = field(default_factory=dict)  # parts of tensor names, with older spellings
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of `model` that all share, except for our defaults
+    required: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json: only the default is supported
+    legacy_names: Mapping[str, str] = field(default_factory=dict)  # parts of tensor names, and their older spellings
     buffers: tuple[str, ...] = ()  # tensors that are not parameters, or duplicate one
 
     def spellings(self, name: str) -> list[str]:
-        """A tensor's name, and its older spellings."""
+        """A tensor's name, followed by its older spellings."""
         return [name, *(name.replace(new, old) for new, old in self.legacy_names.items() if new in name)]
 
     def tensor_of(self, param: str) -> str | None:
@@ -173,14 +173,14 @@ class Architecture:
         return result
 
     def _present(self, param_shapes: Mapping[str, Shape]) -> list[WeightMapping]:
-        """The mappings of these parameters, each of which must have one."""
+        """The mappings of these parameters; each must have one."""
         known = {_place(param)[1] for param in param_shapes}
         present = [mapping for mapping in self.weights if mapping.param in known]
         assert {mapping.param for mapping in present} == known, known ^ {mapping.param for mapping in present}
         return present
 
     def buffer_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-        """The names among these of tensors without a parameter of their own."""
+        """The `names` of tensors that have no parameter of their own."""
         output = {mapping.tensor for mapping in self.weights if mapping.param == OUTPUT_EMBEDDING}
         templates = (*self.buffers, *(output if OUTPUT_EMBEDDING not in param_shapes else ()))
         spellings = (spelling for template in templates for spelling in self.spellings(template))
@@ -188,7 +188,7 @@ class Architecture:
         return {name for name in names if pattern.fullmatch(name)}
 
     def unused_head_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-        """The names among these of tensors of heads that this model's objective lacks."""
+        """The `names` of tensors of heads that this model's objective does not use."""
         present = {*param_shapes, OUTPUT_EMBEDDING}
         return {mapping.tensor for mapping in self.weights if mapping.param not in present}.intersection(names)
 
@@ -208,7 +208,7 @@ def _place(param: str) -> tuple[int, str]:
 def _tensor(
     name: str, mappings: Iterable[WeightMapping], layer: int | None, param_shapes: Mapping[str, Shape], heads: int
 ) -> HFTensor:
-    """The tensor of this layer, an entry of the stacks at its place in the period."""
+    """The tensor of a layer, from the stacks at the layer's place in the period."""
     paths = {_place(path): path for path in param_shapes}
     period = 1 + max(place for place, _ in paths)
     parts: list[TensorPart] = []
@@ -221,11 +221,11 @@ def _tensor(
     return HFTensor(name.format(layer=layer), tuple(parts), mapping.transposed and len(shape) > 1, groups)
 
 
-# --- what several tables have
+# --- shared by several tables
 
 
 def linear(param: str, module: str, **storage: Any) -> tuple[WeightMapping, WeightMapping]:
-    """A matrix and its bias.  storage: of WeightMapping."""
+    """A matrix and its bias.  storage: further fields of WeightMapping."""
     matrix = WeightMapping(param, f"{module}.weight", **storage)
     return matrix, WeightMapping(f"{param}_bias", f"{module}.bias", **storage)
 
@@ -239,7 +239,7 @@ GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gel
 # Keys of config.json that generation needs.
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Keys of config.json that do not change what a model computes from its parameters.
+# Keys of config.json that do not affect a model's computation.
 IGNORED_KEYS = {
     *SPECIAL_TOKEN_KEYS,
     *("_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label"),

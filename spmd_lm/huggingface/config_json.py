@@ -54,7 +54,7 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
     return ParsedConfig(architecture, model, objective, sorted(unknown))
 
 
-MOST_LAYERS = 10_000  # read layer by layer before the files are known to have as many
+MOST_LAYERS = 10_000  # limit on a loop over layers that the files are not yet known to have
 HOW_COMPUTED = ("scan", "attention")  # keys of section `model` that no import sets
 DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 MODEL_DEFAULTS = {name: each.default for name, each in Model.model_fields.items() if not each.is_required()} | DROPOUT
@@ -102,8 +102,8 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
 
 
 def build_config(model: Model, objective: Objective, model_type: str = "") -> tuple[Architecture, dict[str, Any]]:
-    """The architecture of a model, and its config.json.  model_type: preferred among several matches.  Raises
-    ConfigError if Hugging Face has none like it, with the differences from the nearest one."""
+    """The architecture of a model, of `model_type` if several match, and its config.json.  Raises ConfigError if no
+    architecture of Hugging Face matches, with the differences from the nearest one."""
     candidates = [(each, [*_differences(each, model, objective)]) for each in ARCHITECTURES]
     architecture, found = min(candidates, key=lambda each: (len(each[1]), each[0].model_type != model_type))
     if found:
@@ -121,7 +121,7 @@ def build_config(model: Model, objective: Objective, model_type: str = "") -> tu
 
 
 def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
-    """The keys of config.json for the model, as far as the architecture has them."""
+    """The keys of config.json for the model, as far as the architecture supports them."""
     hf_config: dict[str, Any] = {}
     values = model.model_dump() | {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
     values |= {"query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim}
@@ -134,7 +134,7 @@ def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
 
 
 def _differences(architecture: Architecture, model: Model, objective: Objective) -> Iterator[str]:
-    """Settings that this architecture lacks, because config.json would not restore them."""
+    """Settings that this architecture lacks: its config.json would not restore them."""
     if architecture.fixed.get("kind", "gpt") != model.kind:
         yield f"model.kind={model.kind}"
     errors: list[str] = []
@@ -169,7 +169,7 @@ def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     return m
 
 
-CLASS_NAMES = {  # of the tasks' classes, in order
+CLASS_NAMES = {  # by task, in the order of its classes
     "mnli": MNLI_CLASSES,
     "qqp": ("not_duplicate", "duplicate"),
     "sst2": ("negative", "positive"),
@@ -178,8 +178,8 @@ CLASS_NAMES = {  # of the tasks' classes, in order
 
 
 def label_names(config: RunConfig, source: Mapping[str, Any], is_trained: bool) -> dict[str, Any]:
-    """id2label and label2id of a classifier: of its task, once trained on it, or of its imported config.json; {} if
-    unnamed."""
+    """A classifier's id2label and label2id: its task's, once trained on it, or else its imported config.json's; {} if
+    its classes have no names."""
     if not isinstance(config.objective, Classification):
         return {}
     classes, given = config.objective.classes, source.get("id2label")

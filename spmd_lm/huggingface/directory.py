@@ -16,8 +16,8 @@ from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
 from spmd_lm.huggingface.families.bert import BERT
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
-ADDED_FILES = ("tokenizer.json", "added_tokens.json")  # have tokens that were added to a vocabulary
-CHAT_TEMPLATES = "additional_chat_templates"  # a directory: NAME.jinja each, beside the one of chat_template.jinja
+ADDED_FILES = ("tokenizer.json", "added_tokens.json")  # list tokens that were added to a vocabulary
+CHAT_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja, besides chat_template.jinja
 
 # Defaults of an imported run, below --config and the command line.
 DEFAULTS = {
@@ -98,7 +98,7 @@ def open_directory(path: Path) -> ModelDirectory:
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> tuple[list[str], list[str]]:
     """Added tokens in tokenizer files with ids that the model lacks, and problems of these files, such as other ids
-    that it lacks.  Having fewer ids than the model is common: room to grow."""
+    that it lacks.  Models often have more ids than the files, as room to grow."""
     beyond, problems = dict[str, None](), list[str]()
     for path in (directory / name for name in (*ADDED_FILES, "vocab.json", "vocab.txt")):
         if not os.path.lexists(path):
@@ -131,7 +131,7 @@ def _unreadable(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _read_ids(path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Ids of a vocabulary's tokens, and of tokens added to it, by the file's own numbers."""
+    """Ids of a vocabulary's tokens, and of tokens added to it, as the file numbers them."""
     if path.suffix == ".txt":  # one token per line
         lines = read_file(path).removesuffix(b"\n").count(b"\n")
         return {"": lines}, {}

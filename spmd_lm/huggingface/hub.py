@@ -1,5 +1,5 @@
-"""Models of the Hugging Face hub, `hf://ORG/NAME[@REVISION]`: the files of one commit that `import` reads, in hub's
-cache.
+"""Models on the Hugging Face hub, `hf://ORG/NAME[@REVISION]`: the files of one commit that `import` reads, in the hub
+library's cache.
 
 huggingface_hub makes the requests and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.  It is loaded only for
 such a reference; nothing else uses the network.  In its cache a file is a link to a blob named by the hub's hash:
@@ -22,7 +22,7 @@ from spmd_lm.files import HUB_SCHEME
 from spmd_lm.huggingface.directory import CHAT_TEMPLATES
 from spmd_lm.huggingface.safetensors_io import INDEX_FILE, find_single_file, read_json
 
-# Patterns of files that are downloaded before the weights.
+# Patterns of files downloaded before the weights.
 SMALL_FILES = [CONFIG_JSON, INDEX_FILE, *VOCABULARY_FILES, *COMPANION_FILES, f"{CHAT_TEMPLATES}/*.jinja"]
 TIMEOUT = 10  # seconds for the first answer, for which the library would wait forever
 HUB_NAME = r"\w[\w.-]{0,95}"
@@ -34,12 +34,12 @@ class HubModel:
     """A downloaded model."""
 
     directory: Path  # in the cache
-    record: dict[str, Any]  # of its origin, kept by the run
+    record: dict[str, Any]  # its origin, kept by the run
     others: list[str]  # files of the commit that were not downloaded
 
 
 def download(reference: str) -> HubModel:
-    """Downloads missing files.  Raises ConfigError if that fails, or if a file is not the hub's."""
+    """Downloads missing files.  Raises ConfigError if that fails, or if a file's hash is not the hub's."""
     match = REFERENCE.fullmatch(reference)
     if not match:
         raise ConfigError(f"{reference[:120]!r}: expected hf://ORG/NAME or hf://ORG/NAME@REVISION. Correct it.")
@@ -106,7 +106,7 @@ def _checked_sha256(path: Path, reference: str) -> str:
     with open(path, "rb") as file:
         found = sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     expected = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-    if len(expected) == 40:  # git's, of a file of at most 10 MB
+    if len(expected) == 40:  # git's hash, for files of at most 10 MB
         content = path.read_bytes()
         found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     if not expected:
@@ -119,7 +119,7 @@ def _checked_sha256(path: Path, reference: str) -> str:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """True if no hub answered, or one that is down."""
+    """True if the hub did not answer, or answered with a server error."""
     from httpx2 import TransportError
     from huggingface_hub.errors import OfflineModeIsEnabled
 

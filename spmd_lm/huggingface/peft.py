@@ -1,6 +1,6 @@
 """Converts PEFT's directories, adapter_config.json and adapter_model.safetensors, to and from the adapters of a run.
 
-PEFT's A [rank, inputs] and B [outputs, rank] are our a and b, transposed unless our matrix is [outputs, inputs].  Where
+PEFT's A [rank, inputs] and B [outputs, rank] are our a and b, transposed unless our matrix is [outputs, inputs].  If
 one Hugging Face matrix joins several of ours, they share A: import copies it to each; export writes equal copies once,
 and stacks unequal ones."""
 
@@ -48,7 +48,7 @@ class AdaptedModule(NamedTuple):
 
     name: str
     tensor: HFTensor  # its weight
-    parts: tuple[tuple[TensorPart, LowRank | Scaling], ...]  # adapted ones
+    parts: tuple[tuple[TensorPart, LowRank | Scaling], ...]  # its adapted parts
 
     @property
     def transposed(self) -> bool:
@@ -59,7 +59,7 @@ class AdaptedModule(NamedTuple):
         return self.tensor.parts[0].shape[0] if self.transposed else sum(part.shape[1] for part in self.tensor.parts)
 
     def rows(self, part: TensorPart) -> np.ndarray:
-        """The rows of B that are this part's outputs."""
+        """The rows of B that belong to this part's outputs."""
         if self.transposed:
             return np.arange(self.outputs)
         groups, size = self.tensor.groups, part.shape[1] // self.tensor.groups
@@ -215,7 +215,7 @@ class PeftNames:
         return tensors, {"peft_type": "IA3", "feedforward_modules": self._targets(of_inputs) if of_inputs else []}
 
     def require_inputs(self, directory: Path) -> None:
-        """Raises ConfigError if feedforward_modules are not those whose inputs we scale."""
+        """Raises ConfigError if feedforward_modules are not exactly the modules whose inputs we scale."""
         given = read_json(directory / ADAPTER_CONFIG).get("feedforward_modules") or []
         for module in self.modules:
             is_given = (
@@ -238,7 +238,7 @@ class PeftNames:
         return rf".*\.\d+\.({'|'.join(map(re.escape, names))})"
 
     def _key(self, name: str) -> str:
-        """A rank_pattern or alpha_pattern key that ends no other's name."""
+        """A rank_pattern or alpha_pattern key that matches no other module's name."""
         alone = all(_in_layer(each) == name for each in self._ending(name))
         return name if alone else rf"\d+\.{re.escape(name)}"
 
@@ -255,8 +255,8 @@ def _has_one_input_factor(module: AdaptedModule, params: Mapping[str, np.ndarray
 def _joined(
     module: AdaptedModule, params: Mapping[str, np.ndarray], *, one_input_factor: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """(A, B, scaling) of a module.  one_input_factor: the parts share A; otherwise their rows of A, and columns of B,
-    are stacked."""
+    """(A, B, scaling) of a module.  one_input_factor: the parts share A; otherwise the rows of A and columns of B of
+    all parts are stacked."""
     adapters = [adapter for _, adapter in module.parts if isinstance(adapter, LowRank)]
     scaling = adapters[0].scaling
     of_a, of_b = list[np.ndarray](), list[np.ndarray]()
@@ -282,7 +282,7 @@ class AdaptedRun(NamedTuple):
     program: Program
     pretrained: PretrainedRun
     params: Tree
-    adapter_size: int  # numbers read from PEFT
+    adapter_size: int  # numbers read from PEFT's files
 
 
 def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) -> AdaptedRun:
@@ -301,9 +301,9 @@ def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) ->
 
 
 def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tuple[Program, Tree]:
-    """The program and parameters of the run `base` with adapters of `directory`: PEFT's, or another run.  They are
-    sharded as `base` says.  fallback: use the newest undamaged checkpoints.  Raises ConfigError if there are no
-    adapters, or if `base` has its own."""
+    """The program and parameters of the run `base` with the adapters in `directory`, PEFT's or another run's, in the
+    layout of `base`.  fallback: use the newest undamaged checkpoints.  Raises ConfigError if there are no adapters, or
+    if `base` has its own."""
     where = f"--adapter {directory}"
     if base.adapter.kind != "none":
         base_run = base.run.init_from or "another run"
@@ -348,7 +348,7 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _hub_name(runs: Sequence[Path]) -> str | None:
-    """ORG/NAME of the hub's model that one of the runs was imported from."""
+    """ORG/NAME of the hub's model from which one of the runs was imported."""
     sources = (read_json(run / SOURCE_FILE) for run in runs if (run / SOURCE_FILE).is_file())
     names = (str(source.get("reference", "")).removeprefix("hf://").partition("@")[0] for source in sources)
     return next(filter(None, names), None)

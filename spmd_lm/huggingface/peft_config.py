@@ -35,7 +35,7 @@ SETTING_OF_KEY = {
     },
     "IA3": ANY_KIND,
 }
-"""Keys of adapter_config.json by peft_type, each with ours and PEFT's default."""
+"""Keys of adapter_config.json by peft_type, each with our key and PEFT's default."""
 NEUTRAL = {
     *("peft_type", "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "peft_version"),
     *("revision", "task_type", "qalora_group_size", "init_lora_weights", "megatron_core", "ensure_weight_tying"),
@@ -81,7 +81,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _modules(directory: Path) -> list[str]:
-    """The modules adapted by the tensors of a directory."""
+    """The modules that the tensors in a directory adapt."""
     names = (
         re.fullmatch(r"base_model\.model\.(.*)\.(lora_A\.weight|ia3_l)", name)
         for name in SafetensorsReader(directory, ADAPTER_FILE).tensors

@@ -19,7 +19,7 @@ SCALINGS: dict[str, type[Section]] = {kind_of(section): section for section in g
 
 
 def _hf_keys(section: type[Section]) -> dict[str, str]:
-    """Hugging Face's keys of a scaling, by ours; `kind` is not one, nor the original context of `dynamic`."""
+    """Hugging Face's keys of a scaling, by ours, except for `kind` and for the original context of `dynamic`."""
     excluded = ("kind", "original_context") if section is DynamicRope else ("kind",)
     keys = [key for key in section.model_fields if key not in excluded]
     return {key: CONTEXT_KEY if key == "original_context" else key for key in keys}
@@ -27,7 +27,7 @@ def _hf_keys(section: type[Section]) -> dict[str, str]:
 
 def flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the keys inside rope_parameters, or the older rope_scaling, at the top level.  Raises
-    ConfigError if they are no object, or contradict each other."""
+    ConfigError if they are not objects, or contradict each other."""
     flat = {key: value for key, value in hf_config.items() if key not in NESTED}
     given = {name: hf_config[name] for name in NESTED if hf_config.get(name)}
     for name, rope in given.items():
@@ -46,7 +46,7 @@ def flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_keys(rope: Mapping[str, Any]) -> set[str]:
-    """Keys of rope_parameters that `parse_rope` reads, given its rope_type."""
+    """Keys of rope_parameters that `parse_rope` reads for their rope_type."""
     kind = _rope_type(rope)
     keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *([CONTEXT_KEY] if kind == "dynamic" else [])}
     return keys | ({*_hf_keys(SCALINGS[kind]).values()} if kind in SCALINGS else set())
@@ -60,7 +60,7 @@ def parse_rope(
     context: max_position_embeddings, the default original context.
     scalings: supported values of rope_type, besides default.
 
-    Adds to `errors` what transformers would compute differently, or not at all."""
+    Adds to `errors` the settings that transformers would compute differently, or not at all."""
     kind = _rope_type(rope)
     new, old = rope.get("rope_type"), rope.get("type")
     if kind not in ("default", *scalings):
@@ -89,8 +89,8 @@ def rope_parameters(model: Model) -> dict[str, Any]:
 
 
 def as_exported(model: Model) -> Model:
-    """The model whose positions are exported.  `dynamic` scaling becomes, on longer rows, the theta of all our rows,
-    which transformers would use for the longest alone; on shorter ones, the original context."""
+    """The model to export.  `dynamic` scaling beyond the original context becomes a fixed theta: all our rows have it,
+    but transformers would use it only for the longest ones.  A shorter context becomes the original one."""
     scaling = model.rope_scaling
     if not isinstance(scaling, DynamicRope):
         return model
@@ -107,7 +107,7 @@ def export_rope(model: Model) -> dict[str, Any]:
     keys: dict[str, Any] = {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = rope
-    if isinstance(scaling, DynamicRope):  # it scales from this context
+    if isinstance(scaling, DynamicRope):  # transformers scales beyond this context
         keys["max_position_embeddings"] = model.context
     return keys
 

@@ -27,12 +27,12 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # Supported dtypes of weights: numpy's name to safetensors'.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors have 10 MB
+MAX_HEADER_BYTES = 2**24  # 100,000 tensors take 10 MB
 
 
 def read_file(path: Path) -> bytes:
-    """Bytes of a file in a model's directory.  Raises ConfigError if it is unreadable, too large, or a link to
-    elsewhere."""
+    """Bytes of a file in a model's directory.  Raises ConfigError if it is unreadable, too large, or a link out of the
+    directory."""
     try:
         require_inside(path)
         return read_bytes(path, MAX_MODEL_FILE)
@@ -41,7 +41,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.  Raises ConfigError if there is none."""
+    """The object in a JSON file.  Raises ConfigError for anything else."""
     text = read_file(path)
     try:
         value = parse_json(text)
@@ -110,7 +110,7 @@ class SafetensorsReader:
 
         try:
             require_inside(path)
-            with open(path, "rb", opener=open_regular) as opened:  # the library would wait for a pipe
+            with open(path, "rb", opener=open_regular) as opened:  # the library would block on a pipe
                 length = int.from_bytes(opened.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length:,} bytes")
@@ -164,8 +164,8 @@ def write_tensors(
     max_shard_bytes: int,
     single_file: str = SINGLE_FILE,
 ) -> list[Path]:
-    """Writes `single_file`, or shards of at most `max_shard_bytes` and an index; returns the paths.
-    values: in the order of `shapes`, one in memory at a time.  A larger tensor gets a shard of its own."""
+    """Writes `single_file`, or an index and shards of at most `max_shard_bytes` or one larger tensor; returns paths.
+    values: in the order of `shapes`, one in memory at a time."""
     headers: list[dict[str, Any]] = [{}]
     end = total_size = 0
     for name, shape in shapes.items():

@@ -37,7 +37,7 @@ from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
 
 SOURCE_FILE = "source.json"  # in a run: its commit on the hub, and hashes of the files
-ROWS = 4096  # of a table, compared at a time
+ROWS = 4096  # rows of an embedding table compared at a time
 STATE = "optimizer state"
 
 
@@ -94,7 +94,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
 
 
 def other_head(model_dir: ModelDirectory, shapes: Mapping[str, Shape], file_names: Mapping[str, str]) -> str:
-    """A warning if tied embeddings lose a head in the files that differs from the token table; '' otherwise."""
+    """A warning if embeddings are tied but the files have a head that differs from the token table; '' otherwise."""
     tensor_of, stored = model_dir.config.architecture.tensor_of, model_dir.reader.tensors
     head, table = tensor_of(OUTPUT_EMBEDDING), file_names.get(tensor_of("embedding.tokens") or "")
     if OUTPUT_EMBEDDING in shapes or head not in stored or table is None:
@@ -173,7 +173,7 @@ def read_param(
     stored: Mapping[int | None, tuple[HFTensor, TensorPart]],
     abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """A parameter, from the slices of tensors that store it.  stored: location by layer of a stack, or at None."""
+    """A parameter, from the slices of tensors that store it.  stored: location by layer, or by None without a stack."""
 
     def read_part(layer: int | None, index: Index) -> np.ndarray:
         tensor, part = stored[layer]

@@ -127,7 +127,7 @@ BUCKET_COLORS = {
 
 @house_style()
 def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) -> Figure:
-    """Shares of each run's wall-clock time.  runs: goodput of status.json by the run's name, in seconds by bucket."""
+    """Shares of each run's wall-clock time.  runs: status.json's goodput, seconds by bucket, by the run's name."""
     figure, axes = new_axes(width, 0.5 + len(runs) * (BAR + LABEL + 0.08))
     entries: dict[str, Any] = {}
     for i, (name, spent) in enumerate(runs.items()):
@@ -151,7 +151,7 @@ def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) ->
 
 @house_style()
 def compare(values: Mapping[str, float], key: str, *, width: float = WIDTH) -> Figure:
-    """One metric of several runs, a bar each."""
+    """One metric of several runs, a bar for each run."""
     figure, axes = new_axes(width, 0.55 + len(values) * (BAR + LABEL + 0.08))
     for i, (name, value) in enumerate(values.items()):
         axes.barh(i + 0.16, value, height=0.42, color=tint(BLUE, 0.75))

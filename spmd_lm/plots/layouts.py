@@ -70,7 +70,7 @@ class BoxGrid(NamedTuple):
     rows: list[str]
     columns: list[str]
     box: tuple[float, float]  # inches
-    text: Callable[[int, int, int], str]  # in the box of a panel, row and column
+    text: Callable[[int, int, int], str]  # by panel, row and column of the box
     color: Callable[[int, int, int], Any]
 
 
@@ -106,9 +106,9 @@ def draw_grid(t: BoxGrid) -> Figure:  # leaves out panels, rows and columns in t
 
 
 def mesh(plan: Mapping[str, Any]) -> Figure:
-    """The devices as a grid along the mesh's axes: a panel per pipeline stage, a row per part of the batch, and side by
-    side the devices that share a layer.  A large mesh is abbreviated.  plan: anything with a "mesh", as plans and
-    audits."""
+    """The devices as a grid along the mesh's axes: a panel per pipeline stage, a row per part of the batch, and the
+    devices that share a layer side by side.  A large mesh is abbreviated.  plan: anything with a "mesh", such as a plan
+    or an audit."""
     grid = DeviceGrid(plan["mesh"])
     stages, parts, shards = (grid.axes(*names) for names in ([PIPE], BATCH_AXES, [MODEL]))
 
@@ -143,8 +143,8 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
 class Dimension(NamedTuple):
     name: str
     size: int
-    axes: tuple[str, ...]  # of the mesh
-    bounds: list[tuple[int, int]]  # of its parts
+    axes: tuple[str, ...]  # mesh axes that divide it
+    bounds: list[tuple[int, int]]  # [start, stop) of each part
 
     @property
     def note(self) -> str:
@@ -196,7 +196,7 @@ def sharding_of(array: Any, name: str = "array") -> Figure:
 
 
 def draw_shards(name: str, dimensions: list[Dimension], holders: Callable[[Sequence[int]], list[int]]) -> Figure:
-    """holders: the devices with the shard at an index along each dimension."""
+    """Draws all shards.  holders: maps a shard's index along each dimension to the devices that hold it."""
     divided = [i for i, dimension in enumerate(dimensions) if len(dimension.bounds) > 1]
     others = sorted(set(range(len(dimensions))) - set(divided), key=lambda i: -dimensions[i].size)
     chosen = sorted((divided + others)[: max(2, len(divided))])

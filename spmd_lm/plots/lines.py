@@ -48,19 +48,19 @@ def curves(
     log: bool = False,
     size: tuple[float, float] = (WIDTH, 2.9),
 ) -> Figure:
-    """One metric of several runs laid over each other; evaluations of it, as eval_loss of loss, are markers.
+    """One metric of several runs laid over each other; its evaluations, such as eval_loss for loss, are markers.
 
-    runs: records of metrics.jsonl by the run's name, or those of one run.
+    runs: records of metrics.jsonl by the run's name, or the records of one run.
     over: "step" or "tokens".
     log: a logarithmic scale.
     size: inches.
 
-    Long runs are thinned out to MOST_POINTS, keeping least and greatest values; a value that is not a number leaves a
+    Long runs are thinned out to MOST_POINTS, keeping their extreme values; a value that is not a number leaves a
     gap."""
     named = runs if isinstance(runs, Mapping) else {"": runs}
     alone = len(named) == 1
     figure, axes = new_axes(*size)
-    entries: dict[str, Any] = {}  # of the legend; evaluations come last
+    entries: dict[str, Any] = {}  # legend entries; evaluations come last
     evaluation: dict[str, Any] = {}
     for i, (name, records) in enumerate(named.items()):
         color, dashes = CYCLE[i % len(CYCLE)], DASHES[i // len(CYCLE) % len(DASHES)]
@@ -102,7 +102,7 @@ def _number(value: Any) -> float:
 
 
 def thin_out(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` of the points: least and greatest of each stretch, and a NaN if it has one."""
+    """At most `most` points: the least and the greatest of each stretch, and a NaN if it has one."""
     if len(y) <= most:
         return x, y
     chosen = []

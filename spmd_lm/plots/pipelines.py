@@ -23,14 +23,14 @@ from spmd_lm.plots.style import (
 
 MARGIN, LINE, HEIGHT = 0.12, 0.24, 0.34  # inches
 MOST_TICKS, MOST_STAGES = 40, 16
-BACKWARD_TIME = 2  # times a forward task's
+BACKWARD_TIME = 2  # relative to a forward task's
 
 
 def schedule(plan: Mapping[str, Any] | Kind, stages: int = 4, microbatches: int = 8, chunks: int = 1) -> Figure:
     """The microbatches that each stage runs forward and backward, over time; idle time is hatched.  A backward task
     takes twice as long as a forward one, and a tick as long as its busiest stage.
-    plan: the plan of a run with a pipeline; or a schedule's name, with the other arguments.  Raises ValueError for a
-      plan without a pipeline, or an unknown schedule."""
+    plan: the plan of a run with a pipeline, or the name of a schedule, which the other arguments complete.  Raises
+      ValueError for a plan without a pipeline, or an unknown schedule."""
     if isinstance(plan, str):
         if plan not in get_args(Kind):
             raise ValueError(f"{plan}: no such schedule. There are {', '.join(get_args(Kind))}.")
@@ -47,7 +47,7 @@ def draw_schedule(s: Schedule) -> Figure:
     unit = max(0.24, widest + 0.04)  # inches of a forward task
     stages = abbreviated(s.stages, MOST_STAGES)
     left, top = MARGIN + text_width("stage 00"), MARGIN + 2.3 * LINE
-    columns, gaps = [], []  # (start, width, tick, half) of half ticks with work; starts of cuts
+    columns, gaps = [], []  # (start, width, tick, half) of each half tick with work; starts of gaps
     x = left
     for tick in abbreviated(s.ticks, MOST_TICKS):
         if tick is None:
@@ -81,7 +81,7 @@ def draw_schedule(s: Schedule) -> Figure:
 
 
 def _name(s: Schedule, task: PipelineTask) -> str:
-    """The microbatch, with a letter for its chunk if there are several."""
+    """The microbatch's number, with a letter for the chunk if there are several."""
     letter = chr(ord("a") + task.chunk % 26) if s.chunks > 1 else ""
     return f"{task.microbatch}{letter}"
 

@@ -20,7 +20,7 @@ from spmd_lm.plots.style import (
 )
 from spmd_lm.runtime.formatting import format_quantity
 
-EfficiencySeries = Mapping[str, Mapping[int, float]]  # by series and devices; 1.0 is at the fewest devices
+EfficiencySeries = Mapping[str, Mapping[int, float]]  # by series and number of devices; 1.0 at the fewest
 
 
 @house_style()
@@ -32,7 +32,7 @@ def efficiency(
     width: float = WIDTH,
 ) -> Figure:
     """Efficiency against devices.  Measured series are solid with filled points, published ones dashed with hollow
-    points, as the legend says; 100% is a dotted line."""
+    points; 100% is a dotted line."""
     figure, axes = new_axes(width, 2.9)
     entries: dict[str, Any] = {}
     for kind, all_series in (("measured", measured), ("published", published or {})):
@@ -64,8 +64,8 @@ def scaling_law(
     title: str = "loss (nats)",
     width: float = WIDTH,
 ) -> Figure:
-    """Losses of finished runs, and the fitted law: a curve with its band per number of parameters over tokens, or per
-    number of tokens over parameters.  Outliers of the fit are hollow.
+    """Losses of finished runs, and the fitted law with its band: over tokens, a curve for each number of parameters;
+    over parameters, a curve for each number of tokens.  Outliers of the fit are hollow.
 
     points: parameters, tokens and loss of each run.
     law: an analysis.scaling_law.ScalingLaw, or any object whose predict(parameters, tokens) returns the expected losses

@@ -1,7 +1,7 @@
 """Shared style: colors, sizes of text, and a figure that notebooks display without pyplot.
 
-Text is 11 pt in figures 4.2 inches wide: on a phone, where such a figure is 340 CSS pixels wide, 12.4 pixels.  Text is
-never parsed as TeX: a run may be called `a_$b$`."""
+Text is 11 pt in figures 4.2 inches wide, which is 12.4 pixels on a phone, where such a figure is 340 CSS pixels wide.
+Text is never parsed as TeX: a run may be called `a_$b$`."""
 
 import io
 import itertools
@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 WIDTH = 4.2  # inches, of a figure with one pair of axes
 TEXT = 11.0  # points, at least
-PIXELS_PER_INCH = 81  # of an SVG: WIDTH is 340 CSS pixels
+PIXELS_PER_INCH = 81  # in an SVG: WIDTH is 340 CSS pixels
 
 # Okabe and Ito's colors, which color-blind readers can tell apart; without their yellow, too pale on white.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
@@ -55,7 +55,7 @@ STYLE: Any = {
     "xtick.color": GRAY,
     "xtick.labelsize": TEXT,
     "xtick.minor.pad": 3.5,
-    "xtick.minor.size": 3.5,  # as that of major ticks: labels of both stand on one line
+    "xtick.minor.size": 3.5,  # that of major ticks, so that labels of both are level
     "ytick.color": GRAY,
     "ytick.labelsize": TEXT,
 }
@@ -65,7 +65,7 @@ FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-s
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Applies STYLE while making a figure, and while drawing it, which makes the ticks; also a decorator."""
+    """Applies STYLE while a figure is made, and while it is drawn, which makes its ticks; also a decorator."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a name in a script without glyphs
         yield
@@ -100,7 +100,7 @@ class Figure(MatplotlibFigure):
         width = self.get_size_inches()[0] * PIXELS_PER_INCH
         svg = re.sub(r"^<svg[^>]*>", f'<svg {box[0]} style="min-width:{width:.0f}px">', svg)
         svg = svg.replace("xlink:href", "href").replace("'DejaVu Sans'", FONTS)
-        svg = re.sub(r' id="(?![pmh][0-9a-f]{10})[^"]*"', "", svg)  # of groups, to which nothing refers
+        svg = re.sub(r' id="(?![pmh][0-9a-f]{10})[^"]*"', "", svg)  # ids of groups, to which nothing refers
         return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
 
 
@@ -120,7 +120,7 @@ def new_canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def draw_box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], text: str, **options: Any) -> None:
-    """A rectangle with a text in it.  options: matplotlib's for Rectangle, and the text's color."""
+    """Draws a rectangle with a text in it.  options: matplotlib's for Rectangle, and the text's `color`."""
     color = options.pop("color", INK)
     style: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.0} | options
     axes.add_patch(Rectangle(corner, *size, **style))
@@ -139,7 +139,7 @@ def printable(text: object, most: int = 32) -> str:
 
 
 def tint(color: str, share: float) -> tuple[float, float, float]:
-    """`color` mixed with white.  share: of the color."""
+    """`color` mixed with white.  share: the color's part of the mixture."""
     red, green, blue = matplotlib.colors.to_rgb(color)
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
 

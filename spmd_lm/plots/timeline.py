@@ -15,7 +15,7 @@ COLORS = {"forward": tint(BLUE, 0.4), "backward": tint(ORANGE, 0.4), "idle": PAL
 def timeline(schedule: Schedule, parts: dict[str, float]) -> Figure:
     """A bar for each stage, in seconds.
     parts: compute, exposed, bubble and optimizer of a step; exposed time is drawn after the work, wherever it
-    occurs."""
+      occurs."""
     stages = abbreviated(schedule.stages, MOST_STAGES)
     figure = Figure(figsize=(1.6 * WIDTH, 1.1 + 0.28 * len(stages)), layout="constrained")
     axes = figure.add_subplot()

@@ -4,9 +4,9 @@ A chunk is some MB of consecutive documents, and six files (stage_files.py):
 
   00000.text         texts, one after another
   00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
-  00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which determine its split and order
+  00000.digests.npy  uint64 [documents, 2]: random numbers from each text, which determine its split and order
   00000.exact.npy    uint64 [3, documents]: a 128-bit hash in two rows, and the document; sorted
-  00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
+  00000.bands.npy    uint64 [2, keys]: keys of MinHash bands, and the documents; sorted
   00000.json         a ChunkRecord
 
 The division of documents into chunks does not affect the result."""
@@ -29,9 +29,9 @@ from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.sources import RawDocument
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 
-RAW_CHUNK_BYTES = 2**23  # of raw documents
+RAW_CHUNK_BYTES = 2**23  # raw documents in a chunk
 CHUNK_DOCUMENTS = 2**14
-MOST_TOLD = 10  # bad documents, and files without any document, that are named
+MOST_TOLD = 10  # bad documents, and files without any document, named in a report
 
 
 SHAPES: dict[str, Callable[[int], tuple[int | None, ...]]] = {
@@ -57,14 +57,14 @@ class ReadCount(NamedTuple):
     source: Natural
     file: str  # '' for documents that are whole files
     texts: Natural  # documents with text
-    problem: str  # of the first one without text
+    problem: str  # why the first document without text has none
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRecord:
     number: Natural
     raw_documents: Natural
-    documents: Natural  # remaining ones
+    documents: Natural  # remaining after cleaning
     checksum: Natural
     counts: list[tuple[str, str, Natural]]  # (step, reason, documents)
     bad: list[str]  # the first bad documents, with their problems
@@ -89,7 +89,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCleaner:
-    """Makes chunks of raw ones; a pure function of its fields."""
+    """Cleans raw chunks; a pure function of the chunk and these fields."""
 
     config: Preparation
     directory: Path
@@ -153,7 +153,7 @@ def bad_input(said: str) -> DataError:
 
 
 def hashes_128(texts: Iterable[bytes]) -> np.ndarray:
-    """uint64 [texts, 2]."""
+    """128-bit hashes, uint64 [texts, 2]."""
     data = b"".join(blake2b(text, digest_size=16).digest() for text in texts)
     return np.frombuffer(data, "<u8").reshape(-1, 2)
 
@@ -163,7 +163,7 @@ def chunk_path(directory: Path, number: int) -> Path:
 
 
 def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
-    """Divides into chunks of RAW_CHUNK_BYTES or CHUNK_DOCUMENTS, plus at most one document."""
+    """Divides documents into chunks of RAW_CHUNK_BYTES, exceeded by at most one document, or CHUNK_DOCUMENTS."""
     number, size, checksum, part = 0, 0, 0, list[RawDocument]()
     for raw in documents:
         part.append(raw)
@@ -178,7 +178,7 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
 
 
 def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
-    """None if it does not exist.  Raises DataError if it is damaged."""
+    """A finished chunk's record; None if it does not exist.  Raises DataError if it is damaged."""
     path = chunk_path(directory, number)
     record = read_stage(path, ChunkRecord, [".text", *(f".{name}.npy" for name in SHAPES)])
     if record is None:
@@ -201,7 +201,7 @@ def map_array(directory: Path, number: int, name: str) -> np.ndarray:
 
 
 def texts_of_chunk(directory: Path, number: int, documents: Iterable[int]) -> Iterator[bytes]:
-    """Texts of these documents of a chunk, by their places in it."""
+    """Texts of a chunk's documents, given their indices in it."""
     ends = map_array(directory, number, "ends")
     with open(chunk_path(directory, number).with_suffix(".text"), "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -29,7 +29,7 @@ UNUSED = "empty"  # the reason for dropping a document that is not bad
 
 
 class BadInputError(ValueError):
-    """A bad document.  The message is the reason, equal for all of a kind; detail says more."""
+    """A bad document.  The message is the reason, the same for all of a kind; `detail` says more."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason)
@@ -38,12 +38,12 @@ class BadInputError(ValueError):
 
 class Verdict(NamedTuple):
     text: str
-    step: str = ""  # the remover of the document, or ''
-    reason: str = ""  # for its removal or repair
+    step: str = ""  # the step that removed the document, or ''
+    reason: str = ""  # why it was removed or repaired
 
 
 def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdict:
-    """Runs the steps that need one document alone.  leaks: the file of hashed n-grams.  Raises BadInputError."""
+    """Runs the steps that need only one document.  leaks: the file of hashed n-grams.  Raises BadInputError."""
     text, title, repaired = read_text(raw, config)
     steps = config.steps
     if not text:
@@ -58,7 +58,7 @@ def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdic
 
 
 def read_text(raw: RawDocument, config: Preparation) -> tuple[str, str | None, bool]:
-    """Text, title, and whether the text was repaired."""
+    """Text, title, and True if the text was repaired."""
     if raw.problem:
         reason, _, detail = raw.problem.partition(": ")
         raise BadInputError(reason, detail)
@@ -107,15 +107,15 @@ def repair(text: str) -> str:
     if text.isascii() and not CONTROL.search(text):  # a fast path
         return text
     ftfy = require_ftfy()
-    # Only encodings: quotation marks, ligatures and HTML are the author's.
+    # Repairs encodings alone: quotation marks, ligatures and HTML are the author's.
     options = {"uncurl_quotes": False, "unescape_html": False, "fix_latin_ligatures": False}
     config = ftfy.TextFixerConfig(fix_character_width=False, fix_line_breaks=False, normalization=None, **options)
     return ftfy.fix_text(text, config)
 
 
 def misread(data: bytes) -> str:
-    """Decodes bytes with some invalid UTF-8 as Windows-1252, in which those have a meaning; `repair` fixes the
-    others."""
+    """Decodes bytes with some invalid UTF-8 as Windows-1252, in which the invalid bytes are characters; `repair` fixes
+    the others."""
     require_ftfy()
     return data.decode("sloppy-windows-1252")
 
@@ -172,7 +172,7 @@ def load_leaks(path: Path) -> np.ndarray:
 
 
 def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:
-    """Sorted, unique hashes of n-grams in evaluation texts; in JSON, of every text.  Raises DataError for bad input."""
+    """Sorted, unique hashes of n-grams in evaluation texts, in JSON all strings.  Raises DataError for bad input."""
     found = [np.empty(0, np.uint64)]
     for raw in documents:
         try:
@@ -205,8 +205,8 @@ def has_leak(text: str, leaks: Path, ngram: int) -> bool:
 
 
 def check_steps(steps: CleaningSteps) -> None:
-    """Raises ConfigError or DataError early, for what is not installed or cannot be read."""
-    load_leaks.cache_clear()  # from another data set in this process
+    """Raises ConfigError or DataError early, for a missing package, or a file that cannot be read."""
+    load_leaks.cache_clear()  # it may hold another data set of this process
     read_titles.cache_clear()
     if steps.utf8 == "repair":
         require_ftfy()
@@ -219,7 +219,7 @@ def check_steps(steps: CleaningSteps) -> None:
 def normalized(text: str) -> bytes:
     """The form that exact duplicates share: Unicode's form C, with single spaces for ASCII white space."""
     text = text if text.isascii() else unicodedata.normalize("NFC", text)
-    data = text.encode().translate(SPACES)  # copies the text a few times, which is smaller than a list of words
+    data = text.encode().translate(SPACES)  # a few copies of the text, which are smaller than a list of words
     while b"  " in data:
         data = data.replace(b"  ", b" ")
     return data.strip()

@@ -1,9 +1,9 @@
-"""Exact and near duplicates over all chunks, in memory that grows only by some 30 bytes per document.
+"""Exact and near duplicates over all chunks, in memory that grows by only some 30 bytes per document.
 
 Every chunk has sorted runs of keys.  One range of keys at a time is gathered from all of them; documents that share a
 key are candidates.  Exact duplicates have equal 128-bit hashes.  Near ones are compared shingle by shingle, and joined
-by union-find: of a group, whose members need not all be near each other, the first document stays.  So neither the
-order of comparisons nor the worker matters."""
+by union-find.  The first document of a group stays, even if not all members are near each other, so neither the order
+of comparisons nor the worker matters."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from spmd_lm.prepare.workers import Workers
 
 USED, EXACT, NEAR = 0, 1, 2  # labels of documents
 
-RANGE_KEYS = 2**20  # gathered at a time: 16 MB, and sorted as much again
-MOST_NEIGHBOURS = 256  # compared with a document per band: 10,000 documents may share a template
-PAIRS = 512  # compared by a worker at a time
-MAX_SHINGLES = 2**22  # cached by a worker: 32 MB
+RANGE_KEYS = 2**20  # keys gathered at a time: 16 MB, and as much again to sort them
+MOST_NEIGHBOURS = 256  # documents compared with each one, per band: 10,000 may share a template
+PAIRS = 512  # pairs that a worker compares at a time
+MAX_SHINGLES = 2**22  # shingles that a worker caches: 32 MB
 
 
 class CleanedChunks(NamedTuple):
     directory: Path
-    bases: np.ndarray  # the number of each chunk's first document among all, and their count at the end
+    bases: np.ndarray  # each chunk's first document, numbered among all, and the count of all at the end
 
     @classmethod
     def of(cls, directory: Path, records: list[ChunkRecord]) -> "CleanedChunks":
@@ -38,7 +38,7 @@ class CleanedChunks(NamedTuple):
         return int(self.bases[-1])
 
     def locate(self, document: int) -> tuple[int, int]:
-        """A document's chunk, and its place in it."""
+        """A document's chunk, and its index in it."""
         chunk = int(np.searchsorted(self.bases, document, "right")) - 1
         return chunk, document - int(self.bases[chunk])
 
@@ -49,7 +49,7 @@ class CleanedChunks(NamedTuple):
 
 
 def key_ranges(corpus: CleanedChunks, name: str) -> Iterator[np.ndarray]:
-    """uint64 [2 or 3, keys]: keys and documents, sorted by both; equal keys are in one range."""
+    """Yields keys and documents, uint64 [2 or 3, keys], sorted by both; equal keys are in one range."""
     count = sum(run.shape[1] for _, run in corpus.runs(name))
     parts = max(-(-count // RANGE_KEYS), 1)
     bounds = [np.uint64(part * 2**64 // parts) for part in range(parts)]
@@ -94,7 +94,7 @@ def mark_near(corpus: CleanedChunks, labels: np.ndarray, threshold: float, worke
 
 
 class UnionFind:
-    """Groups of numbers; the root of a group is its least."""
+    """Groups of numbers; the root of a group is its least number."""
 
     def __init__(self, count: int):
         self.parents = np.arange(count)
@@ -119,7 +119,7 @@ class Comparison:
     threshold: float
 
     def __call__(self, pairs: np.ndarray) -> np.ndarray:
-        """pairs: [2, pairs] numbers of documents.  Returns bool [pairs]."""
+        """Tests pairs of document numbers [2, pairs]; returns bool [pairs]."""
         cache = ShingleCache(self.corpus)
         similarities = (shingles.jaccard(cache.load(first), cache.load(second)) for first, second in pairs.T.tolist())
         return np.array([similarity > self.threshold for similarity in similarities], bool)

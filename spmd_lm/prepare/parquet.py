@@ -1,7 +1,7 @@
 """Rows of a Parquet file, read in a process of their own, which imports nothing of ours and starts in 0.06 s.
 
-A malicious file makes its library take any memory or end the process; so the process has a memory limit, and its death
-is an error."""
+A malicious file can make the library use any amount of memory or end the process, so the process has a memory limit,
+and its death is an error."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-LEAST_MEMORY = 2**28  # bytes, besides those of a document
-COPIES = 14  # of a document, at once
+LEAST_MEMORY = 2**28  # bytes, besides copies of a document
+COPIES = 14  # in memory at once, of each document
 
 
 class ParquetError(Exception):
@@ -31,7 +31,7 @@ def read_rows(file: BinaryIO, key: str, title: str, most: int) -> Iterator[Any]:
             assert reader.stdout
             while not isinstance(message := json.loads(reader.stdout.readline()), str):
                 yield message
-        except json.JSONDecodeError:  # an end within a line, or before any
+        except json.JSONDecodeError:  # it ended within a line, or before the first
             message = f"its reader died, which may take {memory_limit(most):,} bytes of memory"
         finally:
             reader.kill()
@@ -44,7 +44,7 @@ def memory_limit(most: int) -> int:
 
 
 def send_rows(key: str, title: str, most: int) -> None:
-    """Sends the rows of `read_rows`, and at the end a text: the reason for stopping early, or ''."""
+    """Sends the rows of `read_rows`, and finally a text: the reason for stopping early, or ''."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = memory_limit(most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

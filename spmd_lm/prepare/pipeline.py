@@ -1,4 +1,4 @@
-"""`prepare`, from its configuration to the manifest, in four stages, each of which resumes from finished work.
+"""`prepare`, from its configuration to the manifest, in four stages that each resume from finished work.
 
   read         documents, cleaned one by one, in chunks with the keys of their duplicates       OUT.partial/read
   duplicates   a label for each document                                                        OUT.partial/fates.npy
@@ -49,8 +49,8 @@ class ReadStage:
 
 
 def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the data set, or what is left of it; returns a report: the manifest, and more.
-    log: prints lines of progress.  Raises ConfigError, DataError and OutputError."""
+    """Makes the data set, or the parts of it that are not finished; returns a report: the manifest, and more.  Raises
+    ConfigError, DataError and OutputError.  log: prints lines of progress."""
     clean.check_steps(config.steps)
     evaluation = open_evaluation_texts(config)
     workspace, identity = Workspace(config.directory), identify(config, evaluation)
@@ -142,7 +142,7 @@ def vocabulary_sha256(name: str) -> str:
 def read_documents(
     cleaner: ChunkCleaner, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
 ) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
-    """The chunks, and records of the sources."""
+    """Records of the chunks and of the sources."""
     if done := read_stage(workspace.read, ReadStage):
         if len(done.sources) != len(readers):
             raise damaged_stage(workspace.read.with_suffix(".json"), f"it is of {len(done.sources):,} sources")
@@ -254,7 +254,7 @@ def tokenize(
 def write_shards(
     config: Preparation, workspace: Workspace, chunks: int, vocabulary: Vocabulary, workers: Workers, stages: Stages
 ) -> dict[str, Any]:
-    """The manifest's `splits`: those with a share, and those that training reads."""
+    """The manifest's `splits`: all that have a share or that training reads."""
     shares = {"train": 1.0, "validation": config.split.validation, "test": config.split.test}
     maker = tokens.ShardMaker(workspace.out, workspace.tokens, vocabulary)
     splits = {}

@@ -23,7 +23,7 @@ BAD_IN_ERROR = 3  # bad documents named in an error
 
 
 class Stages:
-    """Shows the stages on standard error: on a terminal a bar with the remaining time, else a line at the end of
+    """Shows the stages on standard error: on a terminal as bars with the remaining time, else as a line at the end of
     each."""
 
     def __init__(self, log: Callable[[str], None]):
@@ -42,7 +42,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, size: float | None) -> Iterator[Callable[[float], None]]:
-        """Yields a function to call with the amount of `size` that is done."""
+        """Yields a function to call with the part of `size` that is done."""
         task, start = self.bars.add_task(name, total=size), time.perf_counter()
         yield lambda done: self.bars.update(task, completed=done)
         self.bars.update(task, total=size or 1, completed=size or 1)
@@ -76,7 +76,7 @@ def make_steps(
 
 
 def explain_nothing_left(steps: list[dict[str, Any]], bad: list[str]) -> str:
-    """The reason, and the remedy."""
+    """The reason why no document is left, and the remedy."""
     removed = {step["name"]: step for step in steps if step["out"] < step["in"]}
     told = [f"{name} removed {s['in'] - s['out']:,} ({format_reasons(s['reasons'])})" for name, s in removed.items()]
     ways = {"read": "mend the sources", "min_tokens": "lower steps.min_tokens"}

@@ -29,9 +29,9 @@ class Source(Section):
     dataset: str | None = None  # instead of path: a Hugging Face data set's id or directory; needs `datasets`
     name: str | None = None  # the configuration of that data set
     split: str = "train"  # the split of that data set
-    format: Literal["text", "jsonl", "parquet"] | None = None  # default: by the file's name; of standard input, jsonl
-    per: Literal["file", "line"] = "file"  # one document in files of text
-    text: str = "text"  # the key of a document's text, where documents have keys
+    format: Literal["text", "jsonl", "parquet"] | None = None  # default: by the file's name; jsonl for standard input
+    per: Literal["file", "line"] = "file"  # what makes one document in files of text
+    text: str = "text"  # the key of a document's text, if documents have keys
     title: str = "title"  # the key of its title, for steps.leaks.titles
 
     @model_validator(mode="after")
@@ -48,18 +48,18 @@ class Source(Section):
 class TrainedTokenizer(Section):
     train: Literal["bpe", "wordpiece"]  # byte-level BPE as GPT-2's, or WordPiece as BERT's
     vocab_size: Annotated[int, Field(ge=300, le=2**20)]  # tokens, special ones included
-    lowercase: bool = True  # of wordpiece alone
-    sample_bytes: Count = 2**28  # of training text, at most
+    lowercase: bool = True  # for wordpiece alone
+    sample_bytes: Count = 2**28  # bytes of training text, at most
 
 
 class NearDuplicates(Section):
-    jaccard: Annotated[float, Field(ge=0.3, lt=1)] = 0.7  # documents whose similarity is above it are one
+    jaccard: Annotated[float, Field(ge=0.3, lt=1)] = 0.7  # documents that are more similar count as one
 
 
 class Leaks(Section):
-    files: list[ValidPath] | None = None  # evaluation texts; of JSON lines every text, of a directory all files
+    files: list[ValidPath] | None = None  # evaluation texts: all strings in JSON lines, all files of a directory
     ngram: Annotated[int, Field(ge=2, le=100)] = 13  # lower-case words in a row that no document may share with them
-    titles: ValidPath | None = None  # file with a title per line, of documents to remove
+    titles: ValidPath | None = None  # file with titles of documents to remove, one per line
 
     @model_validator(mode="after")
     def check_given(self) -> "Leaks":
@@ -83,7 +83,7 @@ class CleaningSteps(Section):
     """Steps in the order in which they run; min_tokens comes last, when documents are tokenized."""
 
     utf8: Literal["repair", "refuse"] = "refuse"  # repair: by ftfy; refuse: invalid UTF-8 is bad input
-    # module:function of a text, which says whether to use it; found on PYTHONPATH
+    # module:function that takes a text and returns whether to use it; found on PYTHONPATH
     language: Annotated[str, AfterValidator(hook)] | None = None
     leaks: Leaks | None = None  # documents that contain evaluation texts
     exact_duplicates: bool = False  # documents that differ in white space alone
@@ -120,7 +120,7 @@ def tokenizer_tag(value: Any) -> str:
 
 
 class Preparation(Section):
-    # paths, or mappings; documents are in their order
+    # paths or mappings; documents keep this order
     sources: Annotated[list[Source], BeforeValidator(as_sources), Field(min_length=1)]
     out: ValidPath  # the directory to make
     # `bytes`, the path of a vocabulary, or one to train on the training split
@@ -135,7 +135,7 @@ class Preparation(Section):
     on_bad: Literal["skip", "error"] = "skip"  # a bad document: count it, or end with exit code 4
     max_document_bytes: Count = 2**26  # a longer document is bad input
     split: SplitShares = SplitShares()  # the shares of the text that are not for training
-    shard_tokens: Count = 10**8  # tokens of a shard, at most, if no document has more
+    shard_tokens: Count = 10**8  # tokens of a shard, at most, unless a document has more
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes; 0: one for each core
 
     @property
@@ -149,5 +149,5 @@ class Preparation(Section):
         return len(os.sched_getaffinity(0))  # the cores that this process may use
 
     def identity(self) -> dict[str, Any]:
-        """The keys that affect the data; `bos` only if set, so that data sets from before it are left as they are."""
+        """The keys that affect the data; `bos` only if set, so that data sets older than this key stay valid."""
         return self.model_dump(mode="json", exclude={"workers", "out", *(["bos"] if self.bos == "auto" else [])})

@@ -1,12 +1,12 @@
 """Words, n-grams of words and MinHash as arrays of 64-bit hashes.
 
 A word is a run of letters, digits and underscores, in lower case.  A document's shingles are the set of its 3-grams;
-the Jaccard similarity of two documents is that of their shingles.  Two MinHash signatures (Broder, 1997) are expected
-to agree at a share of places equal to it; documents that agree in all rows of a band are compared exactly (Leskovec et
-al., Mining of Massive Datasets, 3.4).
+the Jaccard similarity of two documents is that of their shingles.  It is the expected fraction of positions at which
+two MinHash signatures agree (Broder, 1997); documents that agree in all rows of a band are compared exactly (Leskovec
+et al., Mining of Massive Datasets, 3.4).
 
-Measured on news, from text to the keys of bands of 100 hashes, in MB per CPU second: this code 27, rensa 0.5 19,
-datasketch 2.0 3.4.  So neither is needed; and the comparison needs the shingles as arrays too."""
+Measured on news, from text to the band keys of 100 hashes, in MB per CPU second: this code 27, rensa (0.5) 19,
+datasketch (2.0) 3.4.  So neither is needed; and the comparison needs the shingles as arrays too."""
 
 import functools
 import re
@@ -19,13 +19,13 @@ GAP, OTHER_GAP = re.compile(r"\W"), re.compile(r"[^\w\x00-\x7f]")
 IS_WORD = np.array([byte >= 128 or chr(byte).isalnum() or byte == ord("_") for byte in range(256)])
 BASE = 0x9E3779B97F4A7C15  # odd, and so invertible
 SHINGLE = 3  # words
-HASHES = 100  # of a signature, at most
-RECALL = 0.97  # of pairs at the threshold; actual: 0.975 at 0.7, 0.995 at 0.75
-PART = 2**17  # characters whose words are in memory at once, up to twice as many
+HASHES = 100  # per signature, at most
+RECALL = 0.97  # of pairs at the threshold, at least; actually 0.975 at 0.7, 0.995 at 0.75
+PART = 2**17  # characters hashed at once; up to twice as many, to end between words
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """uint64 [words]."""
+    """Hashes of a text's words, uint64 [words]."""
     text = text.lower()
     if not text.isascii():
         text = OTHER_GAP.sub(" ", text)
@@ -34,7 +34,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 
 def parts_of_text(text: str) -> Iterator[str]:
-    """Parts divided between words, if none is longer than PART."""
+    """Parts of a text, divided between words if no word is longer than PART."""
     start = 0
     while start < len(text):
         gap = GAP.search(text, start + PART, start + 2 * PART)
@@ -84,7 +84,7 @@ def multipliers(seed: int, count: int) -> np.ndarray:
 
 
 def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
-    """uint64 [words - n + 1], one for each n-gram in order; none if there are fewer words."""
+    """Hashes of all n-grams in order, uint64 [words - n + 1]; none if there are fewer than n words."""
     count = len(words) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)
@@ -98,13 +98,13 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def distinct(hashes: np.ndarray) -> np.ndarray:
-    """Sorts the array itself and returns unique values, in less time and memory than np.unique."""
+    """Sorts the array in place and returns its unique values, in less time and memory than np.unique."""
     hashes.sort()
     return hashes[np.append(True, hashes[1:] != hashes[:-1])] if len(hashes) else hashes
 
 
 def shingle_set(text: str) -> np.ndarray:
-    """Sorted, unique uint64.  A text of 1 to SHINGLE - 1 words has one shingle, the whole text."""
+    """A text's shingles, sorted, unique uint64.  A text of 1 to SHINGLE - 1 words has one shingle, the whole text."""
     words = word_hashes(text)
     hashes = ngram_hashes(words, min(SHINGLE, max(len(words), 1)))
     del words

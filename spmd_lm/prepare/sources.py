@@ -1,7 +1,7 @@
 """The files of a source in a fixed order, and their raw documents, one at a time.
 
-Only compression and Parquet are decoded here.  A document that is too long, and a damaged file, is a raw document with
-a `problem`."""
+Only compression and Parquet are decoded here.  A document that is too long, or a damaged file, becomes a raw document
+with a `problem`."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ from spmd_lm.prepare.parquet import ParquetError, read_rows
 from spmd_lm.prepare.schema import Preparation, Source
 from spmd_lm.prepare.streams import DAMAGE, HashingFile, decompressed, documents_of_lines, require_zstandard
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")  # a document a line
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")  # one document per line
 COMPRESSED = (".gz", ".zst")
 LINES_OR_TEXT = (*SUFFIXES, *JSON_SUFFIXES)
 SEARCHED = (".parquet", *(kind + end for kind in LINES_OR_TEXT for end in ("", *COMPRESSED)))  # in a directory
@@ -58,9 +58,9 @@ class SourceReader:
         suffixes: tuple[str, ...] = SEARCHED,
         own: tuple[Path, ...] = (),
     ):
-        """most: bytes of a document.
-        key: of the list of sources.
-        suffixes: of files to read in a directory.
+        """most: maximum bytes of a document.
+        key: configuration key of the list of sources.
+        suffixes: suffixes of the files to read in a directory.
         own: directories that `prepare` writes, whose files are read only if named explicitly."""
         self.index, self.source, self.most, self.suffixes = index, source, most, suffixes
         self.own = [os.path.realpath(directory) for directory in own]
@@ -161,7 +161,7 @@ class SourceReader:
             for row, value in enumerate(self._rows(), 1):
                 detail = missing_text(self.source, value)
                 yield self._keyed(name, row, value.get(self.source.text), value.get(self.source.title), detail)
-        except Exception as error:  # of many kinds: of its own, of the network's libraries
+        except Exception as error:  # the library's own, or one of the libraries for the network
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             advice = "Look for its id, name and split, and at the network, or give a directory of it"
             raise DataError(f"{self.where}: cannot be loaded: {what}. {advice}.") from error
@@ -171,7 +171,7 @@ class SourceReader:
         if any(os.path.isfile(os.path.join(name, file)) for file in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(name)
             return loaded[split] if isinstance(loaded, dict) else loaded
-        return datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs no code of its own
+        return datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs none of its code
 
     def _keyed(self, file: str, row: int, text: Any, title: Any, detail: str = "not text") -> RawDocument:
         """A row of a table.  detail: why it has no text."""
@@ -240,7 +240,7 @@ def check_links(root: Path, paths: list[Path]) -> list[tuple[Path, str]]:
 
 
 def ending(path: Path) -> str:
-    """A name's suffix, with the one before a compression's."""
+    """A name's suffix; for a compressed file, with the suffix before it."""
     return "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix or "no suffix"
 
 
@@ -273,7 +273,7 @@ def require_datasets(where: str) -> Any:
 
 
 def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReader]:
-    """Readers of all sources.  own: as in SourceReader.  Raises DataError, before reading, for a source without
+    """Readers of all sources.  own: as for SourceReader.  Raises DataError, before reading, for a source without
     files."""
     if [source.path for source in config.sources].count("-") > 1:
         raise ConfigError("sources: standard input (-) can be read once. Leave one.")
@@ -283,7 +283,7 @@ def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReade
 
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:
-    """Readers of steps.leaks.files, of all files in a directory.  Raises as `open_sources` does."""
+    """Readers of steps.leaks.files, which read all files of a directory.  Raises as `open_sources` does."""
     names = config.steps.leaks.files if config.steps.leaks else None
     sources = [Source(path=name) for name in names or []]
     key, most = "steps.leaks.files", config.max_document_bytes

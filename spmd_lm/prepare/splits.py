@@ -20,8 +20,8 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 class Bound(NamedTuple):
-    digest: int  # of the first document, towards training, that is not wholly held out
-    size: int  # its bytes that are held out
+    digest: int  # digest of the first document, towards training, that is not wholly held out
+    size: int  # bytes of that document that are held out
 
 
 class Part(NamedTuple):
@@ -52,7 +52,7 @@ class Splits(NamedTuple):
 
 
 def choose_splits(digests: np.ndarray, sizes: np.ndarray, shares: SplitShares) -> Splits:
-    """digests, sizes: uint64 and bytes [texts] of one or more texts, in any order."""
+    """The splits of one or more texts, in any order.  digests: uint64 [texts].  sizes: bytes [texts]."""
     digests, groups, copies = np.unique(digests, return_inverse=True, return_counts=True)
     sizes = np.bincount(groups, sizes)
     draws = (digests >> np.uint64(11)) * 2.0**-53
@@ -67,7 +67,7 @@ def choose_splits(digests: np.ndarray, sizes: np.ndarray, shares: SplitShares) -
 
 
 def split_corpus(corpus: CleanedChunks, labels: np.ndarray, shares: SplitShares) -> Splits:
-    """labels: uint8 [documents], some USED."""
+    """The splits of the USED documents; there must be one.  labels: uint8 [documents]."""
     used = [labels[base:end] == USED for base, end in itertools.pairwise(corpus.bases.tolist())]
 
     def gather(values: Callable[[int], np.ndarray]) -> np.ndarray:

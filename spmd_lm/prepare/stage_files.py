@@ -1,7 +1,7 @@
-"""Files of a stage in OUT.partial, and its record, NAME.json, written last; without it, they do not count.
+"""Files of a stage in OUT.partial, and its record, NAME.json, written last; without it, the files do not count.
 
 A record is a line of JSON, [value, {suffix: [bytes, CRC-32]}] for the files beside it, and a line with its own CRC-32.
-A later start verifies all of them before it reads any, and trusts nothing: anyone can compute a CRC-32."""
+A later start verifies all of them before it reads any, and still trusts nothing: anyone can compute a CRC-32."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from spmd_lm.errors import DataError
 from spmd_lm.runtime.outputs import writing
 
 READ_BYTES = 2**20  # at a time
-MAX_RECORD = 2**26  # bytes; a chunk's has a few hundred for each file of lines in it
+MAX_RECORD = 2**26  # bytes; a chunk's record has a few hundred for each file of lines in the chunk
 
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
 StageValue = TypeVar("StageValue")
@@ -29,7 +29,7 @@ StageValue = TypeVar("StageValue")
 def write_stage(path: Path, value: Any, contents: Mapping[str, bytes | np.ndarray]) -> None:
     """path: without a suffix.
     value: JSON, but not None.
-    contents: of the files, by suffix."""
+    contents: contents of the files by suffix."""
     listed = {}
     with writing(path):
         for suffix, content in contents.items():
@@ -49,8 +49,8 @@ def npy_bytes(array: np.ndarray) -> bytes:
 def read_stage(path: Path, kind: type[StageValue], suffixes: Collection[str] = ()) -> StageValue | None:
     """The value of a record, or None.  Raises DataError for files that differ from what was written.
 
-    kind: of the value.
-    suffixes: of the files beside it."""
+    kind: type of the value.
+    suffixes: suffixes of the files beside it."""
     record = path.with_suffix(".json")
     try:
         line, _, checksum = files.read_bytes(record, MAX_RECORD).partition(b"\n")

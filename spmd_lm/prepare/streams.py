@@ -20,7 +20,7 @@ except ImportError:
         """Stands in for zstandard's; never raised."""
 
 
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # from reading a damaged file
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # errors of reading a damaged file
 
 
 class HashingFile(io.RawIOBase):
@@ -97,7 +97,7 @@ def decompressed(file: io.RawIOBase, suffix: str) -> BinaryIO:
 
 def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tuple[int, bytes | None]]:
     """Yields each line's number, from 1, and its bytes, or None for more than `most` without line end.
-    per_line false: the whole file as number 0, likewise."""
+    Without `per_line`, yields the whole file likewise, as number 0."""
     if not per_line:
         data = file.read(most + 1)
         yield 0, None if len(data) > most else data

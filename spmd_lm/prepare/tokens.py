@@ -24,7 +24,7 @@ from spmd_lm.prepare.splits import SPLITS, Part, Splits
 from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
-BATCH_BYTES = 2**20  # of text that the library tokenizes at once, with 60 to 160 bytes of memory for each
+BATCH_BYTES = 2**20  # text tokenized at once; the library uses 60 to 160 bytes of memory for each byte
 LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")  # where most tokenizers split a text
 
 KNOWN_CUTS = re.compile(
@@ -43,7 +43,7 @@ EXAMPLE = "It was one of TWO; AND SOME were naïve, others 1,234 of old.\nNo mor
 
 class Vocabulary(NamedTuple):
     name: str  # `bytes`, or a path
-    sha256: str  # of its file, or `bytes`
+    sha256: str  # hash of its file, or `bytes`
     vocab_size: int
     eos_token_id: int | None
     bos: Literal["auto"] | bool = "auto"  # Preparation.bos
@@ -61,13 +61,13 @@ class Vocabulary(NamedTuple):
 
 class TokenizedChunk(NamedTuple):
     number: Natural
-    documents: Natural  # with enough tokens
+    documents: Natural  # with enough tokens; parts of a divided one count apart
     few_tokens: Natural  # documents with too few
 
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """Tokenizes the USED documents of a chunk, or their parts if they are divided.
+    """Tokenizes the USED documents of a chunk, or the parts of divided ones.
 
     00000.bin: their ids.
     00000.lengths.npy: uint64 [3, documents], their splits, counts of ids, and bytes of text.
@@ -141,7 +141,7 @@ def parts_of_document(text: bytes, cuts: re.Pattern[bytes]) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=8)
 def cuts_of(tokenizer: SubwordTokenizer) -> re.Pattern[bytes] | None:
     """Pattern of places where a text can be cut without changing its ids: known from the pre-tokenizer, or inferred
-    from an example.  None if there are none: Llama 2's puts a space before each text."""
+    from an example.  None if there are none: Llama 2's tokenizer puts a space before each text."""
     backend = tokenizer.backend
     splitter, normalizer = backend.pre_tokenizer, backend.normalizer
     is_byte_level = isinstance(splitter, ByteLevel) and splitter.use_regex and not splitter.add_prefix_space
@@ -176,7 +176,7 @@ def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 @functools.cache
 def load_tokenizer(name: str, sha256: str, bos: Literal["auto"] | bool = "auto") -> Tokenizer:
-    """Cached.  sha256: distinguishes vocabularies of the same name."""
+    """The tokenizer, cached.  sha256: distinguishes vocabularies of the same name."""
     try:
         return put_bos(open_tokenizer(name), bos, key="bos")
     except DataError as error:
@@ -184,7 +184,7 @@ def load_tokenizer(name: str, sha256: str, bos: Literal["auto"] | bool = "auto")
 
 
 class ShardPart(NamedTuple):
-    """Documents start..stop-1 among those of a split in a chunk."""
+    """Documents start..stop-1 of a split's documents in a chunk."""
 
     chunk: int
     start: int
@@ -212,7 +212,7 @@ def plan_shards(directory: Path, chunks: int, split: str, shard_tokens: int, eos
             before = int(ends[start - 1]) if start else 0
             stop = int(np.searchsorted(ends, before + room, "right"))
             if stop == start and not parts:
-                stop += 1  # longer than a shard
+                stop += 1  # one document longer than a shard
             if stop > start:
                 parts.append(ShardPart(chunk, start, stop))
                 room -= int(ends[stop - 1]) - before

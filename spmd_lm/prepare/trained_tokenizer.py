@@ -34,7 +34,7 @@ def train_tokenizer(
 
 
 def training_texts(corpus: CleanedChunks, labels: np.ndarray, splits: Splits, most: int) -> Iterator[str]:
-    """Documents of the training split; if they exceed `most` bytes, those with the least digests."""
+    """Texts of the training split; if they exceed `most` bytes, the ones with the lowest digests."""
     chosen = []
     for chunk in range(len(corpus.bases) - 1):
         digests = map_array(corpus.directory, chunk, "digests")

@@ -1,7 +1,7 @@
 """Worker processes for a stage's tasks: results come in the order of the tasks.
 
-They are spawned, so that no thread of this process is forked with them, and import no jax.  They end with this process,
-even if it is killed (on Linux)."""
+They are spawned, because this process has threads, which must not be forked, and do not import jax.  They end with this
+process, even if it is killed (on Linux)."""
 
 import collections
 import itertools
@@ -31,7 +31,7 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
-            sys.warnoptions.append("ignore:resource_tracker")  # of the process that cleans up if this one is killed
+            sys.warnoptions.append("ignore:resource_tracker")  # from the process that cleans up if this one is killed
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.count, context, set_up_worker, (os.getpid(),))
         return self
@@ -41,7 +41,7 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Input], Output], tasks: Iterable[Input]) -> Iterator[Output]:
-        """Yields results in the order of the tasks.  At most two tasks more than processes are in memory."""
+        """Yields results in the order of the tasks, with at most `count` + 2 tasks in memory."""
         if self.pool is None:
             yield from map(function, tasks)
             return

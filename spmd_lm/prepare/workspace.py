@@ -1,4 +1,4 @@
-"""The two directories of a data set: OUT, and OUT.partial beside it for files needed only until OUT is finished.
+"""A data set's two directories: OUT, and OUT.partial beside it, for files needed only until OUT is finished.
 
 OUT.partial records its configuration; OUT is finished once it has a manifest.  Foreign files are left alone."""
 
@@ -47,7 +47,7 @@ class Workspace:
             what = "a data set of another vocabulary"
             raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
         check_files(self.out)
-        if read_object(self.partial / IDENTITY) is not None:  # it was stopped before removing it
+        if read_object(self.partial / IDENTITY) is not None:  # a former start was stopped before removing it
             self._remove_partial()
         return manifest
 
@@ -79,14 +79,14 @@ class Workspace:
         self._remove_partial()
 
     def discard(self) -> None:
-        """Removes both directories, before there are shards: their contents are of no use."""
+        """Removes both directories before there are any shards: their contents are useless."""
         shutil.rmtree(self.out / TOKENIZER_DIR, ignore_errors=True)
         with suppress(OSError):
             self.out.rmdir()
         self._remove_partial()
 
     def _remove_partial(self) -> None:
-        """Removes in an order that an interruption cannot turn into a valid partial stage: records before their files,
+        """Removes files in an order in which an interruption leaves no valid partial stage: records before their files,
         the identity last, and directories renamed before they are emptied."""
         for path in sorted(self.partial.iterdir(), key=removal_order):
             if path in (self.read, self.tokens):

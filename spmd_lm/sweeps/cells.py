@@ -1,7 +1,7 @@
 """The cells of a sweep: each is a run in a directory of its own, which records its state.
 
 A cell's directory, cells/ID/, holds a run's files, and its output, output.log.  `exit.json` exists once its process has
-ended unfinished: a run that fails before it starts writes no status."""
+ended without finishing: a run that fails before it starts writes no status."""
 
 import json
 import os
@@ -25,7 +25,7 @@ IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")  # pref
 
 STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
-MAX_END_BYTES = 2**16  # of exit.json, and of the end of output.log
+MAX_END_BYTES = 2**16  # read of exit.json, and of the end of output.log
 
 
 class Outcome(NamedTuple):
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 @dataclass(frozen=True)
 class Cell:
     id: str
-    values: Values  # of the keys that vary
+    values: Values  # values of the keys that vary
     config: RunConfig
 
     @property
@@ -59,7 +59,7 @@ class Cell:
         return Outcome("interrupted" if status else "pending")
 
     def prepare(self) -> None:
-        """Writes the files that its process starts from, and forgets its former end."""
+        """Writes the files that its process starts from, and deletes the record of its former end."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_config(self.config, self.directory)
         (self.directory / "exit.json").unlink(missing_ok=True)
@@ -79,7 +79,7 @@ class Cell:
                 write_atomically(self.directory / "exit.json", json.dumps(ended) + "\n")
 
     def _reason(self, code: int) -> str:
-        """The last error in its output, or its last line; or the signal that killed it."""
+        """The last error in its output, else the signal that killed it, else the last line."""
         lines: list[str] = []
         with suppress(OSError), open(self.directory / "output.log", "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_END_BYTES))
@@ -92,7 +92,7 @@ class Cell:
 
 
 def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ()) -> list[Cell]:
-    """The cells that `when` selects, each valid by itself.  overrides: of all cells.  Raises ConfigError with every
+    """The cells that `when` selects, each valid by itself, with `overrides` in all.  Raises ConfigError with every
     problem once, and the cells that have it."""
     combinations = sweep.combinations()
     if sweep.conditions:
@@ -114,7 +114,7 @@ def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ())
 
 
 def _check_overrides(sweep: SweepFile, varied: Iterable[str], overrides: Sequence[str]) -> None:
-    """Raises ConfigError if one overrides a key of the sweep, a whole section, or a part of a value."""
+    """Raises ConfigError if an override sets a key of the sweep, a section that has one, or a part of its value."""
     for override in overrides:
         path = override.partition("=")[0]
         for key in (*varied, *sweep.constants, *CELL_KEYS):
@@ -146,7 +146,7 @@ def _load(sweep: SweepFile, values: Values, overrides: Sequence[str]) -> RunConf
 
 
 def _base_values(sweep: SweepFile, combinations: Iterable[Values], overrides: Sequence[str]) -> Values:
-    """Values of all keys in the first valid cell, which stand for the keys that no cell sets."""
+    """Values of all keys in the first valid cell, for conditions on keys that no cell sets."""
     errors = []
     for values in combinations:
         try:

@@ -26,7 +26,7 @@ from spmd_lm.runtime.programs import ask
 from spmd_lm.sweeps.cells import Cell
 
 JOB_FILE = "slurm_job"  # in a cell's directory
-SLURM_SECONDS = 120.0  # for SLURM, whose commands retry for a minute if its controller is busy
+SLURM_SECONDS = 120.0  # timeout of SLURM's commands, which retry for a minute if its controller is busy
 
 
 class Jobs(Protocol):
@@ -43,15 +43,15 @@ class Jobs(Protocol):
 
 
 def devices_used(p: Parallel, most: int) -> int:
-    """The devices that a layout uses: all for data: -1; otherwise its product, at most all."""
+    """The devices that a layout uses: `most` for data: -1; otherwise the product of its degrees, up to `most`."""
     return most if p.data == -1 else min(p.pipe * p.replica * p.data * p.model, most)
 
 
 class LocalJobs:
     """A process for each cell, `spmd-lm train cells/ID/config.yaml`.
 
-    gpus: of each slot, as in CUDA_VISIBLE_DEVICES; empty on a machine without.
-    environment: of all processes that use them."""
+    gpus: each slot's GPUs, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
+    environment: variables for all processes that use GPUs."""
 
     name, outlive_sweep = "this machine", False
 
@@ -100,7 +100,7 @@ class SlurmJobs:
         if not script.is_file():
             raise ConfigError(f"--submit slurm: no {script} here. Copy it from the repository, and edit its head.")
         self._script, self._seconds = script, seconds_between_polls
-        self._queue: set[str] = set()  # numbers of jobs, when SLURM was last asked
+        self._queue: set[str] = set()  # numbers of jobs when SLURM was last asked
         self._asked = -self._seconds
 
     def start(self, cell: Cell, slot: int) -> None:
@@ -132,7 +132,7 @@ class SlurmJobs:
     def stop(self, number: signal.Signals) -> None: ...  # jobs stay in the queue
 
     def _exit_code(self, cell: Cell) -> int:
-        """SLURM's exit code, while it remembers the job, or the run's own; 1 if neither is known."""
+        """SLURM's exit code while it remembers the job, else the run's own; 1 if neither is known."""
         number = _job_number(cell)
         job = ""
         with suppress(OSError):
@@ -145,9 +145,9 @@ class SlurmJobs:
         return status.exit_code
 
     def _queued(self) -> set[str]:
-        """Jobs that wait, run, are being requeued or end."""
+        """Numbers of jobs that are waiting, running, being requeued or ending."""
         if time.monotonic() - self._asked >= self._seconds:
-            with suppress(OSError):  # or a code: its controller is away, and nothing is known to have changed
+            with suppress(OSError):  # or an exit code: the controller is away, so nothing is known to have changed
                 code, answer = ask(["squeue", "--noheader", "--me", "--format=%i"], SLURM_SECONDS)
                 self._queue = self._queue if code else {*answer.split()}
             self._asked = time.monotonic()

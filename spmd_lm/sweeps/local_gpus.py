@@ -1,5 +1,5 @@
-"""Assigns a machine's GPUs to the jobs of a sweep: several to a job, or, if jobs outnumber GPUs, one shared by
-several."""
+"""Assigns a machine's GPUs to the jobs of a sweep: one or more to each job, or, if jobs outnumber GPUs, one to several
+jobs."""
 
 import os
 import re
@@ -9,18 +9,18 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import pluralize
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, ALLOCATOR, FRACTION, NEW_FRACTION, UNLIMITED
 
-LEAST_PERCENT = 2  # of a GPU's memory per job; CUDA itself takes about as much of a small one
+LEAST_PERCENT = 2  # a job's part of GPU memory; CUDA itself takes about as much on a small GPU
 NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its prefix, as CUDA accepts
 
 
 class GpuShare(NamedTuple):
-    gpus: list[list[str]]  # of each job, as in CUDA_VISIBLE_DEVICES
-    environment: dict[str, str]  # of all jobs
-    line: str  # for the user; '' if one job has all
+    gpus: list[list[str]]  # for each job, as in CUDA_VISIBLE_DEVICES
+    environment: dict[str, str]  # variables for all jobs
+    line: str  # for the user; '' if one job has all GPUs
 
 
 def share_gpus(devices: int, jobs: int) -> GpuShare:
-    """devices: GPUs that jax finds.  Raises ConfigError if jobs would not be alike, or GPUs have no names."""
+    """Shares the `devices` GPUs that jax finds.  Raises ConfigError if jobs would differ, or GPUs have no names."""
     names = gpu_names(devices)
     what = f"--jobs {jobs} on {pluralize(devices, 'GPU')}"
     if devices % jobs == 0:
@@ -33,7 +33,7 @@ def share_gpus(devices: int, jobs: int) -> GpuShare:
         raise ConfigError(f"{what}: they would not be alike. Choose {divisors} or a multiple of {devices}.")
     each, environment, memory = jobs // devices, dict[str, str](), ""
     if not caller_limits_memory():
-        # The first job would take what jax allocates, and leave too little.
+        # By default the first job would allocate most of the memory, and leave too little.
         if (percent := int(ALLOCATED_BY_DEFAULT * 100 / each)) < LEAST_PERCENT:
             raise ConfigError(f"{what}: {percent}% of a GPU's memory is too little for a job. Choose fewer.")
         environment = {FRACTION: f"{percent / 100:.2f}"}

@@ -16,7 +16,7 @@ from spmd_lm.runtime.metrics import Record
 from spmd_lm.sweeps.cells import Cell
 from spmd_lm.sweeps.scaling import efficiencies, losses
 
-MOST_CURVES = 12  # a legend's entries
+MOST_CURVES = 12  # as many as a legend has entries
 MOST_BARS = 24
 
 
@@ -29,9 +29,9 @@ def make_report(
 ) -> str:
     """The page as HTML.
 
-    records: of `CellTable`, in the order of `cells`.
-    runs: of started cells, by ID.
-    published: from the sweep's file."""
+    records: rows of `CellTable`, in the order of `cells`.
+    runs: files of started cells, by ID.
+    published: the section of the sweep's file."""
     counts = Counter(record["status"] for record in records)
     page = Page(f"Sweep {name}", f"{pluralize(len(cells), 'cell')}: {_list_counts(counts)}")
     page.section("", _facts(cells, records), *_failures(records))
@@ -48,7 +48,7 @@ def _list_counts(counts: Counter[str]) -> str:
 
 
 def _facts(cells: Sequence[Cell], records: Sequence[Record]) -> Content:
-    """The best figures of all cells.  MFU is left out on simulated devices: each start measures its CPU's peak."""
+    """The best figures among all cells, without MFU on simulated devices: each start measures its CPU's peak anew."""
     found: dict[str, object] = {}
     figures = [
         ("eval_loss", "lowest evaluation loss", min, "{:.4f}".format),
@@ -128,7 +128,7 @@ def _costs(records: Sequence[Record], runs: Mapping[str, RunFiles]) -> Iterator[
 
 
 def _scaling(cells: Sequence[Cell], records: Sequence[Record], published: Mapping[str, Any]) -> Iterator[Content]:
-    """Measured efficiencies, beside published ones."""
+    """Measured efficiencies, with published ones for comparison."""
     found = efficiencies(cells, records)
     if found is None:
         return
@@ -152,7 +152,7 @@ def _scaling(cells: Sequence[Cell], records: Sequence[Record], published: Mappin
 
 
 def _scaling_law(records: Sequence[Record]) -> Iterator[Content]:
-    """The fit of Chinchilla's form, in a sweep of at least three sizes and three budgets."""
+    """The fit of Chinchilla's form, if the sweep has at least three sizes and three budgets."""
     points = losses(records)
     if min(len({n for n, _, _ in points}), len({d for _, d, _ in points})) < 3:
         return

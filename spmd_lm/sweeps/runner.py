@@ -21,7 +21,7 @@ BEGINNINGS = {"interrupted": "resuming", "preempted": "resuming", "failed": "try
 
 
 class Runner:
-    """log: prints a line.  is_first: this process writes the cells' files, as the first one of a job does."""
+    """Runs cells.  log: prints a line.  is_first: this process writes the cells' files, as the first of its job."""
 
     def __init__(
         self, cells: Sequence[Cell], jobs: Jobs, at_once: int, log: Callable[[str], None], is_first: bool = True
@@ -53,7 +53,7 @@ class Runner:
                     on_change()
                 else:
                     time.sleep(SECONDS_BETWEEN_POLLS)
-        except KeyboardInterrupt:  # the second one, which stops the cells at once too
+        except KeyboardInterrupt:  # the second one, which stops the cells too, at once
             self._jobs.stop(signal.SIGKILL)
             raise
         if signals.received:

@@ -17,8 +17,8 @@ class Efficiencies(NamedTuple):
 
 
 def efficiencies(cells: Sequence[Cell], records: Sequence[Mapping]) -> Efficiencies | None:
-    """Model FLOP/s per device, relative to the cell with the fewest devices; None if all have the same number, or it is
-    unknown.  Among cells with the same kind of layout and devices, the fastest counts."""
+    """Model FLOP/s per device, relative to the fastest cell with the fewest devices; None if finished cells do not have
+    different numbers of devices.  Among cells with the same kind of layout and devices, the fastest counts."""
     timed = [
         (cell, record)
         for cell, record in zip(cells, records, strict=True)

@@ -22,8 +22,8 @@ from spmd_lm.sweeps.sweep_file import MOST_CELLS
 def train_seeds(
     config: RunConfig, count: int, signals: StopSignals, log: Callable[[str], None]
 ) -> tuple[Exit, dict[str, Any]]:
-    """Trains run.dir/cells/seed-N for `count` seeds from train.seed on, one after the other, except finished ones, so
-    that the same command resumes after a stop.  Returns the exit code and, if all are done, each metric of the last
+    """Trains run.dir/cells/seed-N for `count` seeds from train.seed on, one after the other, except for finished ones:
+    the same command resumes after a stop.  Returns the exit code and, if all are done, each metric of the last
     evaluation by seed, with its median."""
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")

@@ -1,7 +1,7 @@
 """`spmd-lm sweep`: from a sweep's file to an exit code.
 
-runs/sweeps/NAME/ holds cells/ID/, a run each, cells.csv, cells.parquet and report.html; sweep.yaml records the
-owner."""
+runs/sweeps/NAME/ holds a run in each cells/ID/, cells.csv, cells.parquet and report.html; its sweep.yaml records whose
+directory it is."""
 
 import json
 import os
@@ -37,7 +37,7 @@ PROBE = "import jax, json; print(json.dumps([jax.default_backend(), jax.local_de
 
 
 class Machine(NamedTuple):
-    """The devices of this machine, none of which the sweep itself uses."""
+    """The devices of this machine; the sweep itself uses none of them."""
 
     platform: str
     devices: int
@@ -52,12 +52,12 @@ def run_sweep(
 ) -> tuple[Exit, list[Record]]:
     """Runs the unfinished cells of the sweep in this file; returns its exit code and a record for each cell.
 
-    overrides: of every cell.
-    at_once: concurrent cells; default: one here, all in SLURM.
+    overrides: applied to every cell.
+    at_once: concurrent cells; default: one on this machine, all in SLURM.
     submit: slurm, or None for this machine.
 
-    Raises ConfigError, before anything is started or written, for an invalid file or cell, a directory of another sweep
-    or in use, or a missing SLURM."""
+    Raises ConfigError, before anything is started or written, for an invalid file or cell, for a directory that is in
+    use or another sweep's, and without SLURM."""
     sweep = read_sweep(path)
     directory = directory_of(sweep)
     cells = make_cells(sweep, directory, overrides)
@@ -84,8 +84,8 @@ def run_cells(
     log: Log,
     published: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Exit, list[Record]]:
-    """Runs these cells, keeping the tables in `directory` current; at the end writes report.html.  published: from the
-    sweep's file."""
+    """Runs these cells, keeping the tables in `directory` current; at the end writes report.html.
+    published: the section of the sweep's file."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # this process only plans: accelerators are for the cells
@@ -138,7 +138,7 @@ def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
 
 
 def probe() -> Machine:
-    """Finds devices in a process of its own, because the one that asks holds the TPU or GPU memory."""
+    """Finds devices in a separate process, because a process that asks holds the TPU or GPU memory from then on."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -148,7 +148,7 @@ def probe() -> Machine:
 
 def owner(sweep: SweepFile, cells: Sequence[Cell]) -> dict[str, Any]:
     """The identity of a sweep's directory.  Values may be added later, but not keys."""
-    config = os.path.relpath(sweep.config)  # however the sweep's file was named
+    config = os.path.relpath(sweep.config)  # the same however the sweep's file was named
     return {"name": sweep.name, "config": config, "keys": sorted({key for c in cells for key in c.values})}
 
 
@@ -164,7 +164,7 @@ def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> Non
 
 
 def read_owner(path: Path) -> dict[str, Any]:
-    """The `owner` in a sweep.yaml.  Raises ConfigError if it is damaged."""
+    """The `owner` saved in a sweep.yaml.  Raises ConfigError if it is damaged."""
     try:
         saved, _ = syntax.read(read_bytes(path, MAX_CHARACTERS).decode())
     except (OSError, UnicodeDecodeError):
@@ -185,7 +185,7 @@ def check_recipes(cells: Sequence[Cell]) -> None:
 
 
 def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list[Record]:
-    """The cells of `run_sweep`, with their plans if devices are known; writes nothing."""
+    """The cells of `run_sweep`, with their plans if devices are simulated; writes nothing."""
     from spmd_lm.planning.plan_report import describe
 
     sweep = read_sweep(path)

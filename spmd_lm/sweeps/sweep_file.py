@@ -1,21 +1,21 @@
 """A sweep's file: keys of a configuration that vary, and the resulting cells.
 
     name: widths
-    config: ../debug.yaml                        # relative to this file, or a shipped one's name
+    config: ../debug.yaml                        # relative to this file, or the name of a shipped one
     grid:                                        # every combination
       parallel.model: [1, 2, 4]
       optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
       train.steps: 20                            # a single value: the same in all cells
-    zip:                                         # these vary together; a list of such mappings is crossed
+    zip:                                         # keys that vary together; a list of such mappings is crossed
       id: [small, large]                         # optional: names in a cell's ID
       model.width: [64, 128]
       model.heads: [4, 8]
     when: parallel.model <= model.heads          # one condition or a list: conditions.py
-    published:                                   # efficiencies to show beside the measured ones, with their source
+    published:                                   # efficiencies to compare with the measured ones, and their source
       source: arXiv:1909.08053, Figure 5
       efficiency: {model parallel: {1: 1.0, 2: 0.95}}
 
-A cell's ID has the values of the lists, as in `model-2_lr-0.001_small`; it stays the same when values are added."""
+A cell's ID names its values from the lists, as in `model-2_lr-0.001_small`; it stays the same if values are added."""
 
 import hashlib
 import itertools
@@ -45,7 +45,7 @@ class Alternative(NamedTuple):
     """Values that occur together in a cell."""
 
     values: Values
-    name: str | None = None  # in the cell's ID, in place of the values
+    name: str | None = None  # stands for the values in the cell's ID
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SweepFile:
     path: Path
     name: str
     config: Path
-    factors: list[list[Alternative]]  # a cell has one alternative of each
+    factors: list[list[Alternative]]  # a cell has one alternative from each list
     constants: Values
     conditions: list[Condition]
     published: dict[str, Any] = field(default_factory=dict)

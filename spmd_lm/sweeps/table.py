@@ -1,6 +1,6 @@
 """A sweep's table: a record for each cell, written to cells.csv and cells.parquet.
 
-Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty if not known yet."""
+Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figures, empty while they are unknown."""
 
 import csv
 import io
@@ -15,19 +15,19 @@ from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
 from spmd_lm.runtime.metrics import Record, is_number
 from spmd_lm.sweeps.cells import Cell, Outcome
 
-SPEEDS = ("tokens_per_second", "mfu", "seconds")  # as medians, without the first record and its slow start
+SPEEDS = ("tokens_per_second", "mfu", "seconds")  # medians, without the first record and its slow start
 PLANNED = ("devices", "parameters", "memory_bytes", "model_flops_per_step", "bubble")  # from plans, never from metrics
 WHOLE = ("exit_code", "peak_bytes")  # integer columns that may be empty in every cell
 
 
 class CellTable:
-    """Records of all cells, with the same columns; a cell's files are read again when its outcome has changed."""
+    """Records of all cells, with the same columns; a cell's files are read again once its outcome has changed."""
 
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
         self._read: dict[str, Outcome] = {}  # by ID: the outcome when its files were read
         self._damage: dict[str, str] = {}  # by ID: the reason if its files could not be read
-        self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
+        self.runs: dict[str, RunFiles] = {}  # files of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
         records = []
@@ -40,7 +40,7 @@ class CellTable:
             outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
             found = figures(self.runs[cell.id]) if cell.id in self.runs else {}
-            records.append(own | found | own)  # metrics of these names do not replace them
+            records.append(own | found | own)  # `own` first, and not replaced by metrics of the same names
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
@@ -55,7 +55,7 @@ class CellTable:
 
 
 def figures(run: RunFiles) -> dict[str, Any]:
-    """Hardware and plan, the last values of its metrics, and medians of the speed."""
+    """Step, restarts, plan and peak memory of a run, the last values of its metrics, and medians of its speed."""
     assert run.status is not None
     found: dict[str, Any] = {"step": run.status.step, "restarts": run.status.restarts}
     found |= planned_figures(run.plan) if run.plan else {}
@@ -83,7 +83,7 @@ def planned_figures(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tables(records: Sequence[Record], directory: Path) -> None:
-    """Writes cells.csv and cells.parquet, atomically each."""
+    """Writes cells.csv and cells.parquet, each atomically."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
@@ -93,13 +93,13 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
 
 
 def valid_text(value: Any) -> str:
-    """The value as valid UTF-8, even with half of a surrogate pair, as in JSON."""
+    """The value as text that is valid UTF-8: half of a surrogate pair, which JSON allows, is escaped."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
 def parquet(records: Sequence[Record]) -> bytes:
     """A parquet file.  A column's type is that of its values: integers, numbers, booleans, or else text; empty columns
-    have numbers, the type that most get later."""
+    are numbers, as most become later, or integers if in WHOLE."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 

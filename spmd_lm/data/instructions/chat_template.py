@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer, and the process that renders conversations by it: `renderer`."""
+"""The chat template of a tokenizer, and the process that renders conversations with it (`renderer`)."""
 
 import dataclasses
 import datetime
@@ -24,9 +24,9 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 RENDERER_MEMORY = 2**30  # bytes of address space
-RENDERER_SECONDS = 10  # of CPU time per conversation; most take a millisecond
-CHUNK = 64  # conversations that are sent at a time
-MAX_RENDERED = 10_000_000  # of a rendered conversation
+RENDERER_SECONDS = 10  # CPU time per conversation; most take a millisecond
+CHUNK = 64  # conversations sent at a time
+MAX_RENDERED = 10_000_000  # characters of a rendered conversation
 
 DATA_DATE = datetime.datetime(2024, 7, 26)
 """The date that strftime_now returns for training data, the same on every day: the default in Llama 3.1's template."""
@@ -36,11 +36,11 @@ DATA_DATE = datetime.datetime(2024, 7, 26)
 class ChatTemplate:
     path: Path  # its file, for messages
     sources: dict[str, str]  # `default`, and maybe `tool_use` for conversations with tools
-    special_tokens: dict[str, str]  # by the names that templates use: bos_token
+    special_tokens: dict[str, str]  # by the names that templates use, such as bos_token
 
 
 class Rendered(NamedTuple):
-    """A conversation as a text, with the first and past-the-last characters of its answers."""
+    """A conversation as a text, and the characters [start, end) of each of its answers."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -89,7 +89,7 @@ def _read_template(path: Path) -> str:
 
 
 def _special_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Special tokens by tokenizer_config.json, which overrides the tokenizer's own first and last token."""
+    """Special tokens from tokenizer_config.json, which overrides the tokenizer's own bos and eos tokens."""
     own = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
     spelled = {name: tokenizer.decode([number]) for name, number in own.items() if number is not None}
     declared = {name: settings[name] for name in SPECIAL_TOKENS if name in settings}
@@ -101,7 +101,7 @@ class Renderer:
     """A process that renders any number of conversations, and ends with the context.
 
     now: the template's clock.
-    seconds: of CPU time for each conversation."""
+    seconds: limit of CPU time for each conversation."""
 
     def __init__(self, template: ChatTemplate, now: datetime.datetime = DATA_DATE, seconds: int = RENDERER_SECONDS):
         self.template, self.seconds = template, seconds
@@ -147,7 +147,7 @@ class Renderer:
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # its death shows in what it does not answer
+        except BrokenPipeError:  # `_receive` reports its death
             pass
 
     def _receive(self, location: str) -> Any:
@@ -155,7 +155,7 @@ class Renderer:
         assert self.process.stdout
         try:
             answer = json.loads(self.process.stdout.readline())
-        except json.JSONDecodeError:  # an end within a line, or before any
+        except json.JSONDecodeError:  # it ended within a line, or before the first
             code = self.process.wait()
             slow = f"it takes more than {self.seconds} s of a processor"
             died = f"it ends its process, which may have {RENDERER_MEMORY:,} bytes of memory"

@@ -20,7 +20,7 @@ from spmd_lm.errors import ConfigError, DataError
 
 Lines = Sequence[Completion | Conversation]
 
-SLICE = 4096  # conversations that are texts at a time
+SLICE = 4096  # conversations held as text at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class InstructionSplit:
     truncated: int  # conversations that lost their end
     dropped: int  # conversations left without an answer
     unanswered: int  # dropped ones that never had an answer
-    resplit: int  # whose tokens before the first answer differ from those of that text alone, as generation has them
+    resplit: int  # conversations whose text before the first answer has other tokens alone, as in generation
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -80,7 +80,7 @@ class InstructionDataset:
 def load_instructions(data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int) -> InstructionDataset:
     """Reads, renders and tokenizes both splits, for rows of `context` positions.  Raises DataError for missing or
     malformed files, for conversations that the chat template refuses and for a token id not below `vocab_size`;
-    ConfigError for a tokenizer without what the files need."""
+    ConfigError for a tokenizer that lacks what the files need."""
     splits = []
     for key, paths in {"data.path": data.paths, "data.validation_path": data.validation_paths}.items():
         if paths:
@@ -98,7 +98,7 @@ def load_instructions(data: Instructions, tokenizer: Tokenizer, vocab_size: int,
 def _make_split(
     lines: Lines, data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int
 ) -> InstructionSplit:
-    """Truncates to a row's positions and the last target."""
+    """Truncates conversations to a row's positions and its last target."""
     ids, answers, truncated, dropped, unanswered, resplit = [], [], 0, 0, 0, 0
     for line, (ids_of_line, is_answer, is_resplit) in zip(lines, _tokenize(lines, data, tokenizer), strict=True):
         if tokenizer.vocab_size > vocab_size:
@@ -164,6 +164,6 @@ def _complete(ids: np.ndarray, is_answer: np.ndarray, tokenizer: Tokenizer) -> t
     """Adds the first token, as `generate` does, and the token that ends a text, which belongs to the answer."""
     begun = begin(tokenizer, ids, prompt=True)
     is_answer = np.pad(is_answer, (len(begun) - len(ids), 0))
-    if is_answer[-1:].any() and begun[-1] == tokenizer.eos_token_id:  # as the completion has it
+    if is_answer[-1:].any() and begun[-1] == tokenizer.eos_token_id:  # the completion spells it out
         return begun, is_answer
     return np.append(begun, np.array(tokenizer.eos_token_id, ids.dtype)), np.append(is_answer, True)

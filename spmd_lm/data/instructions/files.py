@@ -3,7 +3,7 @@
 {"prompt": "..", "completion": ".."}
 {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}], "tools": [..]}
 
-Other keys of a line are left alone; those of a message, such as tool_calls, are the chat template's."""
+Other keys of a line are ignored; those of a message, such as tool_calls, are passed to the chat template."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Conversation(NamedTuple):
 
 class Message(BaseModel, extra="allow"):
     role: str
-    content: str | None = None  # null, or left out, beside tool_calls alone
+    content: str | None = None  # null or absent only beside tool_calls
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
@@ -61,8 +61,8 @@ class InstructionLine(BaseModel):
 
 
 def read_instructions(patterns: list[str], key: str) -> list[Completion | Conversation]:
-    """Conversations in files, globs and directories, in order.
-    key: the configuration key that holds `patterns`.  Raises DataError for missing, unreadable or malformed files."""
+    """Conversations in files, globs and directories, in order.  Raises DataError for missing, unreadable or malformed
+    files.  key: the configuration key that holds `patterns`."""
     read: list[Completion | Conversation] = []
     for document in read_documents(patterns, key, (".jsonl",)):
         for location, line in load_json(InstructionLine, document, by_line=True):

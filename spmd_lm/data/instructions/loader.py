@@ -1,4 +1,4 @@
-"""Rows of conversations: one in each, or as many as fit.
+"""Rows of conversations: one per row, or as many as fit.
 
 Packing is best fit decreasing: the longest conversation first, each into the fullest row with room for it.  Packing
 depends on lengths alone, so an epoch is a fixed set of rows, shuffled by `Loader`."""
@@ -17,7 +17,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Indices of the conversations in each row; none is longer than a row's capacity."""
     packed: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit n: some row has room for n positions
+    rooms = 0  # bit n: some row has exactly n positions left
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         if fitting := rooms >> length:
@@ -35,8 +35,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class InstructionLoader(Loader):
-    """Targets are the next tokens; those outside answers have no weight.  A conversation's last token is only a target,
-    so N tokens take N - 1 positions, from 0 on.  Raises ConfigError if there is no validation data."""
+    """Rows whose targets are the next tokens, with weight 0 outside answers.  A conversation's last token is only a
+    target, so N tokens take N - 1 positions, from 0 on.  Raises ConfigError if there is no validation data."""
 
     def __init__(self, dataset: InstructionDataset, config: RunConfig, split: SplitName):
         conversations = dataset.train if split == "training" else dataset.validation

@@ -4,7 +4,7 @@ A template is a program that comes with a model: it may loop forever, fill the m
 it runs in a process that writes no file and that the system ends at its limits.
 
 Standard input has a line with a job, then lines with lists of conversations; standard output gets a line for the job,
-once the template is compiled, and one for each conversation.  All lines are JSON; `chat_template` is the other side."""
+once the template is compiled, and one for each conversation.  All lines are JSON; `chat_template` is the other end."""
 
 import json
 import math
@@ -70,9 +70,9 @@ def raise_exception(message: str) -> NoReturn:
 class Templates:
     """Compiled templates of a job: `default`, and maybe `tool_use` for conversations with tools.
 
-    variables: bos_token and others.
-    now: value of strftime_now, as ISO 8601.
-    most: characters of a text."""
+    variables: special tokens by name, such as bos_token.
+    now: the time that strftime_now formats, in ISO 8601.
+    most: maximum characters of a text."""
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str], now: str, most: int):
         self.sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
@@ -87,7 +87,7 @@ class Templates:
         self.compiled = {name: self.sandbox.from_string(source) for name, source in sources.items()}
 
     def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:
-        """The text of these messages; prompt: with the beginning of an answer."""
+        """The text of these messages; with `prompt`, up to where an answer begins."""
         template = self.compiled["tool_use" if tools and "tool_use" in self.compiled else "default"]
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         context = template.new_context(self.variables | given)
@@ -124,7 +124,7 @@ class Templates:
 def answer_of(written: str, message: dict[str, Any]) -> str:
     """An answer as written, without white space after the token that ends the turn."""
     answer, content = written.rstrip(), str(message.get("content", "")).strip()
-    return written if content and answer.endswith(content) else answer  # then white space ends it, or nothing
+    return written if content and answer.endswith(content) else answer  # white space ends the turn, or nothing does
 
 
 def require_prefix(first: str, longer: str, what: str) -> None:

@@ -1,14 +1,14 @@
-"""Whole-word span masking: which words of a row are masked, and what replaces them (Megatron's and ALBERT's n-grams).
+"""Whole-word span masking: the words of a row to mask, and their replacements (Megatron's and ALBERT's n-grams).
 
 Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (rounded at random) of n
 = 1..max_span words, with probability proportional to 1/n.  Lengths are quantiles of that distribution at one random
 offset, so every row has the right proportions.  Positions are uniform among all arrangements in which no two spans
-touch: the F visible words have F + 1 gaps, of which K are drawn without replacement.  The expected fraction of masked
+touch: K of the F + 1 gaps around F visible words are drawn without replacement.  The expected fraction of masked
   words, and of masked tokens, is exactly mask_prob; drawing spans until a budget is full would bias it, or shorten the
   last span.
 
 A span is replaced as a unit: 80% by [MASK] throughout, 10% by random tokens, 10% not at all; again by quantiles.  At
-least one word of a row stays visible: in a row of one word nothing is masked.
+least one word of a row stays visible, so a row of one word has no mask.
 
 Shape suffixes: R rows, N tokens, W words, K spans, G gaps between words."""
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_lm.data.shuffle import fold_in, uniform
 
-UNSELECTED, MASKED, RANDOM, UNCHANGED = range(4)  # fates of a token; the last three are predicted
+UNSELECTED, MASKED, RANDOM, UNCHANGED = range(4)  # replacements of a token; all but the first are predicted
 REPLACEMENT_QUANTILES = (0.8, 0.9)  # below the first a span is MASKED, below the second RANDOM
 
 # Independent random streams of a row.
@@ -27,7 +27,7 @@ LAST = np.uint64(2**64 - 1)  # sorts behind every draw
 def choose_replacements(
     word_starts_RN: np.ndarray, lengths_R: np.ndarray, keys_R: np.ndarray, mask_prob: float, max_span: int
 ) -> np.ndarray:
-    """The fate of each token, uint8 [R, N]: UNSELECTED, MASKED, RANDOM or UNCHANGED.
+    """The replacement of each token, uint8 [R, N]: UNSELECTED, MASKED, RANDOM or UNCHANGED.
 
     word_starts: marks the first token of each word, and of each row.
     lengths: tokens of each row; the others are padding.
@@ -41,7 +41,7 @@ def choose_replacements(
     unused = int(words_R.max()) + 1  # a last column, never read, for absent spans
     starts_RK = np.where(spans_RK > 0, _span_starts(words_R, spans_RK, keys_R), unused)
     step_RK = _span_replacements(spans_RK, keys_R).astype(np.int8)
-    # The running sum of a step up at a span's start and a step down at its end; spans never touch, so steps never meet.
+    # A running sum of steps, up at a span's start and down at its end; spans never touch, so steps never meet.
     steps_RW = np.zeros((len(words_R), unused + 1), np.int8)
     np.put_along_axis(steps_RW, starts_RK, step_RK, axis=1)
     np.put_along_axis(steps_RW, starts_RK + spans_RK, -step_RK, axis=1)

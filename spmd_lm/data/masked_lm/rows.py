@@ -133,7 +133,7 @@ class MaskedLMLoader(Loader):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the first token to keep [R] and past the last one [R], at boundaries of sentences or of words.
         Words that cross the window's edges are left out, but a word longer than the window is cut.  With probability
-        short_seq_prob a row asks for a random number of tokens, at least 2, otherwise for all."""
+        short_seq_prob a row takes a random number of tokens, at least 2, otherwise all."""
         ordered = self.objective.sentence_order
         short_R = uniform(key_R, SHORT_STREAM) < self.objective.short_seq_prob
         draw_R = (uniform(key_R, SHORT_LENGTH_STREAM) * np.maximum(available_R - 1, 1)).astype(np.int64)
@@ -144,7 +144,7 @@ class MaskedLMLoader(Loader):
         r = np.arange(len(bounds_RQ))
 
         first_R = np.argmax(bounds_RQ, axis=1)
-        first_R = np.where(bounds_RQ[r, first_R] & (first_R < available_R), first_R, 0)  # 0: all within one word
+        first_R = np.where(bounds_RQ[r, first_R] & (first_R < available_R), first_R, 0)  # 0: it lies within one word
         bounds_RQ[r, first_R] = True
         units_RQ = np.cumsum(bounds_RQ & (np.arange(bounds_RQ.shape[1]) >= first_R[:, None]), axis=1) - 1
         target_R = np.minimum(first_R + asked_R, available_R)
@@ -167,14 +167,14 @@ class MaskedLMLoader(Loader):
         candidates_RP = np.where(sentences_RP.any(axis=1)[:, None], sentences_RP, words_RP)
         rank_RP = np.cumsum(candidates_RP, axis=1, dtype=np.int32)
         nth_R = 1 + (uniform(key_R, CUT_STREAM) * rank_RP[:, -1]).astype(np.int64)
-        return np.argmax(rank_RP == nth_R[:, None], axis=1)  # 0 where there is no candidate
+        return np.argmax(rank_RP == nth_R[:, None], axis=1)  # 0 without a candidate
 
 
 def _layout(
     length_R: np.ndarray, cut_R: np.ndarray, swapped_R: np.ndarray, text_size: int, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The source column, validity and segment (True: B) of each position, [R, T] each.  Columns are `text_size` tokens
-    of text, then CLS, SEP and PAD.  cut: 0 for a single segment."""
+    of text, then CLS, SEP and PAD.  A cut of 0 means a single segment."""
     cls, sep, pad = text_size + np.arange(3)
     t = np.arange(context)
     length, cut, swapped, paired = (x[:, None] for x in (length_R, cut_R, swapped_R, cut_R > 0))

@@ -1,4 +1,4 @@
-"""Starts of words and sentences, from token ids alone: nothing is stored beside the tokens of a corpus.
+"""Starts of words and sentences, from token ids alone: a corpus stores nothing but its tokens.
 
 A word is a run of letters, digits and underscores (every byte beyond ASCII counts as a letter), or a run of other
 signs; white space before it belongs to it.  In a vocabulary that marks continuations (BERT's '##') or beginnings
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Kinds of token ends.  The first three are for tokens that are bytes of text, the next two for tokens with marks.
+# Kinds of a token's two ends.  The first three are for tokens that are bytes of text, the next two for marked tokens.
 SPACE, LETTER, SIGN, WORD_START, CONTINUATION, SPECIAL = range(6)
 
 
-# bool [6, 6]: a token begins a word, by the last kind of the token before it and its own first kind.
+# bool [6, 6]: True if a token begins a word, by the last kind of the token before it and its own first kind.
 STARTS_WORD = ~np.eye(6, dtype=bool)
 STARTS_WORD[SPACE] = False
 STARTS_WORD[:, WORD_START], STARTS_WORD[:, CONTINUATION] = True, False
@@ -38,9 +38,9 @@ class WordBoundaries:
     """Tables over token ids that locate starts of words and sentences."""
 
     first_kind_V: np.ndarray  # uint8: the kind of the token's first character
-    last_kind_V: np.ndarray  # uint8: of its last
-    ends_sentence_V: np.ndarray  # bool: it ends with . ! or ?
-    starts_line_V: np.ndarray  # bool: it begins with a line break
+    last_kind_V: np.ndarray  # uint8: the kind of its last character
+    ends_sentence_V: np.ndarray  # bool: the token ends with . ! or ?
+    starts_line_V: np.ndarray  # bool: the token begins with a line break
 
     @classmethod
     def from_bytes(cls, tokens: Sequence[bytes | None]) -> "WordBoundaries":
@@ -74,8 +74,8 @@ class WordBoundaries:
         return starts
 
     def sentence_starts(self, ids: np.ndarray) -> np.ndarray:
-        """Mask of tokens that, if they begin a word, begin a sentence or a line, by punctuation; bool like ids [...,
-        N]."""
+        """Mask of tokens that begin a sentence or a line, by punctuation, if they begin a word; bool like ids
+        [..., N]."""
         separate_V = ~np.isin(self.first_kind_V, (LETTER, SIGN, CONTINUATION))  # the dot of 3.14 ends no sentence
         starts = np.zeros(ids.shape, bool)
         after_stop = self.ends_sentence_V[ids[..., :-1]] & separate_V[ids[..., 1:]]

@@ -1,4 +1,4 @@
-"""A task's tokenized examples, of which `loader` makes rows."""
+"""A task's tokenized examples, which `loader` turns into rows."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The training or the validation examples: E of them, with equally many text pairs each, P in all.
+    """E training or validation examples, each with the same number of text pairs, P in all.
 
     A text that several examples share, such as an article or a premise, is stored once: X texts, K tokens in all."""
 
@@ -23,8 +23,8 @@ class Split:
     offset_mapping: np.ndarray | None  # int32 [K, 2]: each token's characters, start and end; None without questions
     text_pairs: np.ndarray  # int64 [P, 2]: indices of texts; -1 for a second text that is missing
     labels: np.ndarray  # int32 [E]: the class, or the index of the correct choice
-    questions: tuple[Question, ...]  # of SQuAD; else empty
-    max_label_location: str  # of an example with the highest label
+    questions: tuple[Question, ...]  # SQuAD's; empty for other tasks
+    max_label_location: str  # file and line of an example with the highest label
     skipped_lines: int
 
     @classmethod
@@ -33,7 +33,7 @@ class Split:
     ) -> "Split":
         questions = tuple(example.question for example in examples if example.question)
         pairs = [pair for example in examples for pair in example.text_pairs]
-        texts = dict.fromkeys(text for pair in pairs for text in pair if text is not None)  # where it first occurs
+        texts = dict.fromkeys(text for pair in pairs for text in pair if text is not None)  # in order of occurrence
         index_of = {text: index for index, text in enumerate(texts)}
         offset_mapping = None
         if questions:

@@ -1,6 +1,6 @@
-"""Reads labelled examples from the files that their tasks are published in.
+"""Reads labelled examples from files in the formats that tasks are published in.
 
-task   in directories  a file
+task   suffixes        contents
 mnli   .tsv            GLUE's, header: sentence1, sentence2, gold_label; skipped where gold_label is '-' (no majority)
 qqp    .tsv            GLUE's, header: question1, question2, is_duplicate
 sst2   .tsv            GLUE's, header: sentence, label
@@ -9,7 +9,7 @@ race   .txt .jsonl     an article: {"article", "questions", "options", "answers"
 squad  .json           {"data": [{"paragraphs": [{"context", "qas": [{"question", "answers", "is_impossible"}]}]}]}
 jsonl  .jsonl          {"text", "pair", "label"} per line; `pair` is optional, labels are 0, 1, ..
 
-GLUE's files have no quoting: tabs separate columns, a `"` is text.  Classes are numbered as in Hugging Face's."""
+GLUE's files have no quoting: tabs separate columns, and `"` is text.  Classes have Hugging Face's numbers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +51,8 @@ class Example(NamedTuple):
 
 
 def read_examples(task: str, patterns: list[str], key: str) -> tuple[list[Example], int]:
-    """The examples of files, globs and directories, in order, and the number of lines skipped on purpose.
-    key: the configuration key that holds `patterns`.  Raises DataError for missing, unreadable or malformed files."""
+    """The examples in files, globs and directories, in order, and the number of lines skipped on purpose.  Raises
+    DataError for missing, unreadable or malformed files.  key: the configuration key that holds `patterns`."""
     suffixes, parse = FORMATS[task]
     entries = [entry for document in read_documents(patterns, key, suffixes) for entry in parse(document)]
     examples = [entry for entry in entries if entry is not None]
@@ -173,7 +173,7 @@ class LabelledText(BaseModel):
 
 
 def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterator[tuple[str, Schema]]:
-    """Yields location and value of each line that is not blank, or of the whole document.  Raises DataError."""
+    """Yields the location and value of each non-blank line, or of the whole document.  Raises DataError."""
     texts = _lines(document) if by_line else iter([(str(document.path), document.text.decode("utf-8-sig"))])
     for location, text in texts:
         if by_line and not text.strip():

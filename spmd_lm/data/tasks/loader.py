@@ -1,8 +1,8 @@
 """Batches of a task's features: examples as a model reads them, [CLS] A [SEP] B [SEP] or [CLS] A [SEP].
 
 A pair that does not fit its row is truncated "longest first", one token at a time from the end of the longer text
-(arXiv:1810.04805).  A question and its context are not: the question gets at most a quarter of the row, and the context
-is read in overlapping windows, one feature each (SQuAD's sliding window, with its `doc_stride`).
+(arXiv:1810.04805).  With a question, the context is read in overlapping windows instead, one feature each (SQuAD's
+sliding window, with its `doc_stride`), and the question gets at most a quarter of the row.
 
 Shape suffixes: E examples, P text pairs, N features, R of them in a batch, T the context."""
 
@@ -24,9 +24,9 @@ class Features:
 
     start: np.ndarray  # int64 [N, 2]: where A and B start in split.tokens
     length: np.ndarray  # int64 [N, 2]: tokens of each in the row
-    has_pair: np.ndarray  # bool [N]: there is a B
+    has_pair: np.ndarray  # bool [N]: the feature has a B
     example: np.ndarray  # int64 [N]: index of the example
-    labels: np.ndarray  # int32 [N]: class, or correct choice, or the position where the answer starts (0: none here)
+    labels: np.ndarray  # int32 [N]: class, or correct choice, or position where the answer starts (0: not in this row)
     end_positions: np.ndarray | None  # int32 [N]: the position of the answer's last token; None without answers
 
 
@@ -86,7 +86,7 @@ def _text_slices(split: Split) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _truncated(split: Split, context: int, rows_per_example: int) -> Features:
-    """One feature per pair.  The longer text loses its last token until both fit; of two equally long ones, B."""
+    """One feature per pair.  The longer text, or B if equally long, loses its last token until both fit."""
     assert len(split.text_pairs) == len(split.labels) * rows_per_example
     start, length = _text_slices(split)
     has_pair = split.text_pairs[:, 1] >= 0
@@ -138,5 +138,5 @@ def _answer_tokens(split: Split, example: int) -> tuple[int, int]:
     text = split.text_pairs[example, 1]
     starts, ends = split.offset_mapping[split.bounds[text] : split.bounds[text + 1]].T
     overlapping = np.flatnonzero((ends > start) & (starts < end))
-    # A vocabulary may have no token for any of its characters.
+    # A vocabulary may have no token for any character of the answer.
     return (int(overlapping[0]), int(overlapping[-1])) if overlapping.size else (-1, -1)

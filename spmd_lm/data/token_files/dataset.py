@@ -32,7 +32,7 @@ class TokenCorpus:
     """One data set."""
 
     path: str
-    weight: float  # of its samples in a blend
+    weight: float  # relative share of a blend's samples
     train: ShardedTokens
     validation: ShardedTokens
     documents: int
@@ -62,8 +62,8 @@ class TokenDataset:
 
 
 def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int, rules: int = RULES) -> TokenDataset:
-    """Maps the files of data.path or data.blend, and checks their sizes and headers, and samples of Megatron-LM's.
-    Raises DataError for files that are missing or damaged, ConfigError for those of another tokenizer."""
+    """Maps the files of data.path or data.blend after checking sizes and headers; hashes samples of Megatron-LM's.
+    Raises DataError for files that are missing or damaged, ConfigError for another tokenizer's."""
     parts = [(part.path, part.weight) for part in data.blend] if data.blend else [(str(data.path), 1.0)]
     vocab_size = min(tokenizer.vocab_size, model_vocab)
     corpora = [_open_corpus(path, weight, data, tokenizer, vocab_size, rules) for path, weight in parts]
@@ -97,7 +97,7 @@ def _open_corpus(
 
 
 def _verify(data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> Literal["touch", "full", "off"]:
-    """data.verify; full, at the start, if the tokenizer may have made ids that the model lacks."""
+    """data.verify, or `full` if the tokenizer may have produced ids that the model lacks."""
     return "full" if tokenizer.vocab_size > vocab_size else data.verify
 
 
@@ -147,7 +147,7 @@ def _last_of_documents(shard: Shard, eos_token_id: int | None) -> int | None:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest in data.path.  Raises DataError if it is missing, or not one that this version reads."""
+    """The manifest in `root`.  Raises DataError if it is missing, or not one that this version reads."""
     path = root / MANIFEST
     if not path.is_file():
         here = "" if root.is_absolute() else f" (working directory {Path.cwd()})"

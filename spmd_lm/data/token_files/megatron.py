@@ -18,7 +18,7 @@ from spmd_lm.files import open_regular
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 PREAMBLE = struct.Struct("<9sQBQQ")
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by their codes; 6 and 7 are of floats
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron-LM's codes; 6 and 7 are floats
 
 
 def is_megatron(prefix: Path) -> bool:
@@ -63,14 +63,14 @@ def _read_preamble(idx: Path) -> tuple[int, int, int]:
 
 
 def split_documents(shard: Shard, fraction: float, rules: int) -> tuple[Shard, Shard]:
-    """The first documents of a shard, and the last, with `fraction` of its tokens; under rules 1, of its documents, at
-    least one each if it has two."""
+    """The first documents of a shard, and the last ones, with `fraction` of its tokens; under rules 1, with `fraction`
+    of its documents, at least one in each split if it has two."""
     count, offsets, size = shard.header.documents, shard.offsets, 0
     if rules < RULES:
         held_out = min(max(1, round(fraction * count)), count - 1) if count else 0
     else:
         held_out, size = count_held_out(np.empty(0), np.diff(offsets.astype(np.int64))[::-1], fraction)
-    first = count - held_out  # the first document held out whole; `size` tokens of the one before it are, too
+    first = count - held_out  # first document held out whole; so are the last `size` tokens of the one before it
     cut = offsets[first : first + 1] - np.uint64(size)
     train, validation = [offsets[:first], cut], [cut, offsets[first + (not size) :]]
     return _part(shard, np.concatenate(train)), _part(shard, np.concatenate(validation))

@@ -34,7 +34,7 @@ class Header:
     documents: int
     text_bytes: int
     idx_crc32: int
-    block_crc32: list[int]  # of each BLOCK of the .bin
+    block_crc32: list[int]  # one for each BLOCK of the .bin
     version: int = 1
 
 
@@ -90,7 +90,7 @@ class ShardWriter:
         del self.pending[:size]
 
     def finish(self) -> Header:
-        """Makes the shard appear.  Raises OSError for a full disk; then nothing appears."""
+        """Makes the shard appear.  Raises OSError for a full disk, and then nothing appears."""
         self._write_blocks(len(self.pending))
         idx = MAGIC + np.array(self.ends, "<u8").tobytes()
         header = Header(
@@ -187,9 +187,9 @@ def map_file(path: Path, dtype: np.dtype, size: int, offset: int = 0) -> np.ndar
             found, expected = os.fstat(file.fileno()).st_size, offset + size * dtype.itemsize
             if found != expected:
                 raise damaged(path, f"it has {found:,} bytes instead of {expected:,}")
-            if not size:  # mmap maps no empty file
+            if not size:  # an empty file cannot be mapped
                 return np.empty(0, dtype)
-            return np.memmap(file, dtype, "r", offset, size).view(np.ndarray)  # whose slices are faster
+            return np.memmap(file, dtype, "r", offset, size).view(np.ndarray)  # its slices are faster
     except OSError as error:
         raise unreadable(path, error) from None
 

@@ -18,7 +18,7 @@ class ShardedTokens:
       (touch), at the start (full), or never (off)."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int, eos_token_id: int | None, verify: Verify = "touch"):
-        """eos_token_id: end of each document; None if documents end with their text."""
+        """eos_token_id: last token of each document; None if documents end with their text."""
         self.shards, self.vocab_size, self.eos_token_id = shards, vocab_size, eos_token_id
         ends = np.cumsum([0, *(shard.tokens.size for shard in shards)])
         self.first_token, self.size = ends[:-1], int(ends[-1])
@@ -46,7 +46,7 @@ class ShardedTokens:
         return rows
 
     def _read_on(self, row: np.ndarray, i: int) -> None:
-        """Fills the rest of a row from the beginning of shard i, and of those after it."""
+        """Fills the rest of a row from the first token of shard i on."""
         while len(row):
             assert i < len(self.shards), "a row goes past the last token"
             found = self.shards[i].tokens[: len(row)]
@@ -55,7 +55,7 @@ class ShardedTokens:
             row, i = row[len(found) :], i + 1
 
     def _check_rows(self, shard_R: np.ndarray, local_R: np.ndarray, length: int) -> None:
-        """Checks blocks of the shards that rows begin in."""
+        """Checks the blocks of each row within the shard in which it begins."""
         size_R = self.tokens_per_block[shard_R]
         last_R = np.minimum(local_R + length, self.sizes[shard_R]) - 1
         first_R, last_R = local_R // size_R, last_R // size_R

@@ -1,6 +1,6 @@
 """The Tokenizer protocol, and the tokenizers of bytes, of numbers and of vocabulary files.
 
-The rest of the program knows only `Tokenizer`, so another one costs a class here and a key in the configuration."""
+The rest of the program knows only `Tokenizer`, so another one takes a class here and a key in the configuration."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ from spmd_lm.data.tokenizers import vocabulary
 from spmd_lm.errors import ConfigError, DataError
 
 METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
-OTHER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))  # whose texts are one token
+OTHER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))  # every text is one token
 NO_WORDS = """data.source=synthetic: its tokens form no words. Use data.source=python-stdlib, \
 or objective.kind=causal_lm with model.kind=gpt."""
 
@@ -29,7 +29,7 @@ BosBefore = Literal["documents and prompts", "prompts", "nothing"]
 
 class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
-    required_vocab: int  # ids that a model must have; those above are of added tokens, which a text may contain
+    required_vocab: int  # ids that a model must have; higher ones are of added tokens, which a text may contain
     eos_token_id: int | None  # between documents; None if they are not separated; in a text only if spelled out
     bos_token_id: int | None  # begins a text
     bos_before: BosBefore
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         """Mask of the ids below `count` that are tokens of text, bool [count]."""
 
     def own_bos(self, always: bool) -> int | None:
-        """The token that begins every text by the vocabulary's own files; always: even if they add none."""
+        """The token that begins every text by the vocabulary's own files; with `always`, even if they add none."""
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         """Special tokens and word boundaries for masked or labelled rows.  Raises ConfigError if the vocabulary lacks
@@ -59,8 +59,8 @@ class Tokenizer(Protocol):
 
 
 def begin(tokenizer: Tokenizer, ids: np.ndarray, *, prompt: bool = False, document: bool = False) -> np.ndarray:
-    """`ids` with the token that begins a text, if one belongs here and is not there.
-    document: others are beside it; a token that already separates documents is not added again."""
+    """`ids` with the token that begins a text, if one belongs here and is missing.
+    document: one of several, so a token that separates them is not added as well."""
     bos, where = tokenizer.bos_token_id, tokenizer.bos_before
     if bos is None or where == "nothing" or (where == "prompts" and not prompt) or (len(ids) and ids[0] == bos):
         return ids
@@ -76,7 +76,7 @@ def utf8(text: str | bytes) -> bytes:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes.  NUL separates documents: no text file has one.  [CLS], [SEP], [MASK] and [PAD] follow the bytes."""
+    """UTF-8 bytes.  NUL separates documents: no text file has it.  [CLS], [SEP], [MASK] and [PAD] follow the bytes."""
 
     vocab_size = 256
     required_vocab = 0
@@ -145,7 +145,7 @@ class NumberTokenizer:
 class VocabularyTokenizer:
     """The base of tokenizers with a vocabulary file.
 
-    name: data.tokenizer.
+    name: value of data.tokenizer.
     row_tokens: special tokens of masked rows."""
 
     def __init__(self, name: str, token_to_id: dict[str, int]):
@@ -193,7 +193,7 @@ class SubwordTokenizer(VocabularyTokenizer):
     """A tokenizer of Hugging Face's library.  If it has all tokens of masked rows, '[MASK]' in a text is plain text."""
 
     def __init__(self, name: str, trained: tokenizers.Tokenizer | None = None):
-        """trained: by this run; otherwise data.tokenizer=name is loaded."""
+        """trained: the tokenizer that this run trained; otherwise data.tokenizer=name is loaded."""
         self.backend = trained or vocabulary.load_vocabulary(name)
         self.trained_json = trained.to_str(pretty=True) if trained else None
         self.backend.no_truncation()
@@ -237,7 +237,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         """A tokenizer that reads special tokens by name, with offsets that include a token's leading spaces."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = False
-        backend.post_processor = None  # trims offsets
+        backend.post_processor = None  # it would trim offsets
         return backend
 
     def decode(self, ids: ArrayLike) -> str:
@@ -252,7 +252,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         if self.trained_json:
             return self.bos_token_id if always else None
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot add special tokens to a text"):
-            encoding = self.backend.post_process(OTHER.encode("a"))  # any text may be without tokens in this vocabulary
+            encoding = self.backend.post_process(OTHER.encode("a"))  # a real text may have no token in this vocabulary
         added = encoding.special_tokens_mask
         before = dict.fromkeys(encoding.ids[: added.index(0)] if self._missing(self.row_tokens) else [])
         if unknown := before.keys() - self.token_to_id.values():
@@ -319,7 +319,7 @@ def put_bos(
     tokenizer: Tokenizer, choice: Literal["auto"] | bool, rules: int = RULES, key: str = "data.bos"
 ) -> Tokenizer:
     """Sets the token that begins a text by `choice`, the value of `key`; auto leaves it to the vocabulary.
-    rules: a version, as RULES.  Raises ConfigError if the tokenizer has no such token."""
+    rules: a version, at most RULES.  Raises ConfigError if the tokenizer has no such token."""
     if choice is False:
         tokenizer.bos_before = "nothing"
     elif choice is True or rules >= RULES:
@@ -336,8 +336,8 @@ def put_bos(
 
 
 def make_tokenizer(data: Data | Synthetic, rules: int = RULES) -> Tokenizer:
-    """Raises DataError for a missing or damaged vocabulary, ConfigError for one that lacks what data.bos asks for.
-    rules: a version, as RULES."""
+    """Raises DataError for a missing or damaged vocabulary, ConfigError for one without the token that data.bos needs.
+    rules: a version, at most RULES."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
     return put_bos(open_tokenizer(data.tokenizer), data.bos, rules)
@@ -362,7 +362,7 @@ def check_ids(ids: np.ndarray, vocab: int, location: str) -> None:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer `bytes`, or that of a vocabulary's path.  Raises DataError for one that is missing or damaged."""
+    """The tokenizer of bytes, or of a vocabulary's path.  Raises DataError for one that is missing or damaged."""
     if name == "bytes":
         return ByteTokenizer()
     if vocabulary.is_sentencepiece(name):
@@ -373,7 +373,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def hash_of_vocabulary(tokenizer: Tokenizer, name: str) -> str:
-    """Hash of the vocabulary of data.tokenizer=name; if this run trained it, of the file that the run keeps."""
+    """Hash of the vocabulary of data.tokenizer=name, or of the file that the run keeps if it trained the tokenizer."""
     trained = tokenizer.trained_json if isinstance(tokenizer, SubwordTokenizer) else None
     return hashlib.sha256(trained.encode()).hexdigest() if trained else vocabulary.vocabulary_hash(name)
 

@@ -1,7 +1,7 @@
 """Tokenizers trained on documents by Hugging Face's library: byte-level BPE, or WordPiece.
 
 Equal documents give equal files.  The library assigns ids of WordPiece's `##x` in the order of a hash table, and breaks
-ties between equally frequent pairs by them; so all letters are passed beforehand, in order."""
+ties between equally frequent pairs by these ids; so all letters are passed beforehand, in order."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Texts = Callable[[], Iterator[str]]  # the documents, from the start at every ca
 END_OF_TEXT = EOS_TOKENS[0]
 WORDPIECE_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CONTINUES = "##"
-MAX_LETTERS = 1000  # of WordPiece; other letters are [UNK]
+MAX_LETTERS = 1000  # in a trained WordPiece vocabulary; others are [UNK]
 
 
 def train_bpe(vocab_size: int, texts: Texts) -> Tokenizer:
@@ -34,8 +34,8 @@ def train_bpe(vocab_size: int, texts: Texts) -> Tokenizer:
 
 
 def train_wordpiece(vocab_size: int, texts: Texts, *, lowercase: bool = True) -> Tokenizer:
-    """Trains at most `vocab_size` tokens, among them WORDPIECE_TOKENS; at most a third are letters, and as many are
-    letters within words."""
+    """Trains at most `vocab_size` tokens, among them WORDPIECE_TOKENS; at most a third are letters, and as many their
+    continuations (`##x`)."""
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     for text in texts():

@@ -1,21 +1,21 @@
 """A program that reads a tokenizer.json on standard input and uses it once, within bounds of memory and time.
 
 Such a file can make Hugging Face's library, which is Rust, abort the process, run for hours or fill the memory.  Exits
-with 0 if it does none of these; otherwise prints the problem."""
+with 0 if none of these happens; otherwise prints the problem."""
 
 import resource
 import signal
 import sys
 from contextlib import suppress
 
-MAX_MEMORY, MAX_SECONDS = 2**31, 4  # of address space; of one processor: a file of 29 MB took 0.6 s
+MAX_MEMORY, MAX_SECONDS = 2**31, 4  # bytes of address space; CPU seconds: a file of 29 MB took 0.6
 
 SAMPLE = "The naïve fox, 12345 déjà-vu!\n\tdef f(x):\r\n    return x  # 漢字 🙂\n" + "a" * 64
 SAMPLE += "".join(map(chr, range(1, 256)))
 
 
 def main() -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # they are meant for the run
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # meant for the run
         signal.signal(number, signal.SIG_IGN)
     for which, most in {"RLIMIT_CORE": 0, "RLIMIT_AS": MAX_MEMORY, "RLIMIT_CPU": MAX_SECONDS}.items():
         limit(getattr(resource, which), most)
@@ -33,7 +33,7 @@ def main() -> int:
         (encoding,) = tokenizer.encode_batch_fast([SAMPLE], add_special_tokens=False)
         tokenizer.decode(encoding.ids, skip_special_tokens=False)
     except Exception:
-        return 0  # a text with characters that it does not know: the run's own may have none
+        return 0  # it does not know some characters of SAMPLE; the run's own text may have none of them
     except BaseException as error:
         print(error)
         return 1
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def limit(which: int, most: int) -> None:
-    """Sets a resource limit where the system has it: macOS has none on address space."""
+    """Sets a resource limit if the system has it: macOS has none on address space."""
     _, highest = resource.getrlimit(which)
     with suppress(OSError, ValueError):
         resource.setrlimit(which, (most if highest == resource.RLIM_INFINITY else min(most, highest), highest))

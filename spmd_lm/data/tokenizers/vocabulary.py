@@ -5,8 +5,8 @@ data.tokenizer is the path of one of these files, or of a directory that has one
   vocab.txt        BERT's WordPiece, one token per line
   vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
   tokenizer.model  SentencePiece's, as in T5 or Llama
-A tokenizer_config.json beside the second may set do_lower_case, strip_accents and tokenize_chinese_chars; beside the
-third, add_prefix_space."""
+A tokenizer_config.json beside a vocab.txt may set do_lower_case, strip_accents and tokenize_chinese_chars; beside a
+vocab.json, add_prefix_space."""
 
 import functools
 import hashlib
@@ -28,7 +28,7 @@ from spmd_lm.config.load import CHAT_TEMPLATE_FILE, TOKENIZER_DIR, VOCABULARY_FI
 from spmd_lm.data.tokenizers import trial
 from spmd_lm.errors import DataError, UserError
 
-# Files that are copied along with a vocabulary, unchanged.
+# Files copied unchanged along with a vocabulary.
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 COMPANION_FILES += ("added_tokens.json", "generation_config.json", CHAT_TEMPLATE_FILE)
 
@@ -48,8 +48,8 @@ ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
 
 def put_by_name(tokens: Collection[str]) -> set[str]:
-    """Tokens that rows may contain though no text does: those that begin and end texts, and those of masked rows, if
-    the vocabulary has the complete set."""
+    """Tokens that rows may contain though no text does: tokens that begin and end texts, and the special tokens of
+    masked rows, if the vocabulary has a complete set."""
     rows = (row for row in (BERT_TOKENS, ROBERTA_TOKENS) if all(token in tokens for token in row))
     return {token for token in (*BOS_TOKENS, *itertools.chain(*rows)) if token in tokens}
 
@@ -98,9 +98,9 @@ def vocabulary_hash(name: str) -> str:
 
 
 def copy_vocabulary(name: str, directory: Path, with_model: bool = False) -> None:
-    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.
-    with_model: also the config.json of the model in that directory, which says what ends a text.  The vocabulary
-      itself, which must be valid, comes last: it exists only once the copy is complete."""
+    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.  The vocabulary,
+    which must be valid, comes last: it exists only once the copy is complete.
+    with_model: also copies the config.json of a model in the directory `name`, which lists the ids that end a text."""
     vocabulary = find_vocabulary(name)
     copied = {path.name: path for path in _standard_files(name, vocabulary)}
     model = Path(name).expanduser() / CONFIG_JSON
@@ -133,8 +133,8 @@ def _make_directory(directory: Path) -> None:
 
 
 def _standard_files(name: str, vocabulary: Path) -> list[Path]:
-    """The existing files with standard names that belong to data.tokenizer=name; of a directory, all, vocabularies
-    last."""
+    """The existing files with standard names that belong to data.tokenizer=name: vocabularies only if `name` is a
+    directory, and then last."""
     names = (*COMPANION_FILES, *(VOCABULARY_FILES if os.path.isdir(Path(name).expanduser()) else ()))
     return [path for file in names if os.path.isfile(path := vocabulary.parent / file)]
 
@@ -167,7 +167,7 @@ def library_errors(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except BaseException as error:  # it raises Exception, and a panic of Rust is not even that
+    except BaseException as error:  # the library raises plain Exception, and a panic of Rust is not even that
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         reason = f"tokenizers {tokenizers.__version__} says: {error!s:.300}"
@@ -184,10 +184,10 @@ def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 @functools.lru_cache(maxsize=2)
 def _try(text: str) -> str:
-    """The problem of a tokenizer.json, found in a process of its own; '' if there is none."""
+    """The problem of a tokenizer.json, found in a separate process; '' if there is none."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the same library
-    command = [sys.executable, "-P", trial.__file__]  # -P: the modules beside the program are not the child's
+    command = [sys.executable, "-P", trial.__file__]  # -P: modules beside the program are not imported
     ended = subprocess.run(command, input=text.encode(), capture_output=True, env=environment, start_new_session=True)
     if ended.returncode == -signal.SIGXCPU:
         return f"it takes more than {trial.MAX_SECONDS} s"
@@ -268,7 +268,7 @@ def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_settings(vocabulary: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside a vocabulary, with settings that are valid; {} if there is none."""
+    """The tokenizer_config.json beside a vocabulary, with its SETTINGS checked; {} if there is none."""
     path = vocabulary.with_name("tokenizer_config.json")
     config = _read_json(path) if os.path.lexists(path) else {}
     for key in filter(config.__contains__, SETTINGS):
@@ -308,7 +308,7 @@ def bytes_to_unicode() -> list[str]:
 
 
 def _standard_name(vocabulary: Path) -> str:
-    """The name in VOCABULARY_FILES of the file's format."""
+    """The name that VOCABULARY_FILES gives to the file's format."""
     if vocabulary.suffix in (".txt", ".model"):
         return "vocab.txt" if vocabulary.suffix == ".txt" else "tokenizer.model"
     # `model` may be a token of a vocab.json, as in GPT-2's.
@@ -327,8 +327,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Lines that end in \
-    ; other line breaks are tokens."""
+    r"""Lines that end in \n; other line breaks are tokens."""
     text = _read_text(path)
     if text.count("\n") > MAX_TOKENS:
         raise DataError(f"{path}: it has more than {MAX_TOKENS:,} lines. Name the file of a vocabulary.")

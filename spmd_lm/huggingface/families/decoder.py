@@ -11,7 +11,7 @@ from spmd_lm.huggingface.architectures import LAYER, ConfigKey, ConfigKeys, Weig
 from spmd_lm.huggingface.rope import CONTEXT_KEY, NESTED, SCALINGS, export_rope, flatten_rope, parse_rope, read_keys
 
 DECODER_LAYER = f"model.layers.{LAYER}"
-FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 
 _MODEL_KEYS = {
     "vocab_size": "vocab",
@@ -29,7 +29,7 @@ _MODEL_KEYS = {
 
 
 def config_keys(norm_eps: str = "rms_norm_eps", **defaults: Any) -> tuple[ConfigKey, ...]:
-    """Common keys of config.json.  norm_eps: that key's name.  defaults: where they differ from Llama's."""
+    """Common keys of config.json, with `defaults` that differ from Llama's.  norm_eps: that key's name."""
     shared: dict[str, Any] = {
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
@@ -45,7 +45,7 @@ SILU = ConfigKey("hidden_act", "activation", "silu", {"silu": "swiglu"})
 
 
 def weights(*more: WeightMapping, norm2: str = "post_attention_layernorm") -> tuple[WeightMapping, ...]:
-    """Llama's tensors, and biases for models that have them.  more: of a block.  norm2: the MLP's norm."""
+    """Llama's tensors, biases for models that have them, and `more` of a block.  norm2: name of the MLP's norm."""
     return (
         WeightMapping("embedding.tokens", "model.embed_tokens.weight"),
         WeightMapping("blocks.norm1.scale", f"{DECODER_LAYER}.input_layernorm.weight"),
@@ -75,7 +75,7 @@ DECODER = {"norm_type": "rms", "positions": "rotary", "use_bias": False}
 
 
 def head_dim(default: int | None = None) -> ConfigKeys:
-    """default: of a config.json without the key; None for hidden_size / num_attention_heads."""
+    """default: value if config.json lacks the key; None for hidden_size / num_attention_heads."""
 
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         width = hf_config.get("head_dim", default)
@@ -96,7 +96,7 @@ def rope(
     """Keys of rotary positions.
 
     theta, fraction: keys outside of rope_parameters.
-    default_fraction: of a config.json without the key; None if all models rotate whole heads.
+    default_fraction: value if config.json lacks the key; None if all models rotate whole heads.
     scalings: supported values of rope_type, besides default."""
 
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def rope(
 
 
 def bias_keys(*always: Bias, **keys: tuple[bool, tuple[Bias, ...]]) -> ConfigKeys:
-    """Keys of config.json that switch biases on.  always: projections that always have biases.  keys: (default,
-    projections) by name."""
+    """Keys of config.json that switch biases on: (default, projections) by name.
+    always: projections that always have biases."""
 
     def read(hf_config: Mapping[str, Any], _: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         chosen = set(always)
@@ -148,7 +148,7 @@ ATTENTION_BIAS = bias_keys(attention_bias=(False, ("qkv", "out")))
 # --- layers that attend within a window
 
 DefaultTypes = Callable[[Mapping[str, Any], int, list[str]], Sequence[str]]
-"""(config.json, layers, errors) -> FULL or SLIDING for each layer of a config.json without layer_types."""
+"""(config.json, layers, errors) -> FULL or SLIDING for each layer, if config.json has no layer_types."""
 
 
 def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[str, Any]]) -> ConfigKeys:
@@ -162,7 +162,7 @@ def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[st
 
 
 def same_window(span: int | None = None) -> ConfigKeys:
-    """sliding_window for all layers, or none if it is null.  span: of a config.json without the key."""
+    """One sliding_window for all layers, or none if it is null.  span: value if config.json lacks the key."""
 
     def all_alike(hf_config: Mapping[str, Any], layers: int, _: list[str]) -> list[str]:
         return [FULL if hf_config.get("sliding_window", span) is None else SLIDING] * layers
@@ -185,7 +185,7 @@ def read_layer_types(
 
 
 def window_layer(hf_config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """own: its keys of `model.period`."""
+    """An entry of `model.period` for a layer with a window and its `own` keys."""
     return {"kind": "window", "span": hf_config.get("sliding_window", 4096)} | own
 
 

@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219) with 4,096 tokens, and Phi-4 (arXiv:2412.08905), without rope_type longrope."""
+"""Phi-3 (arXiv:2404.14219) with a context of 4,096, and Phi-4 (arXiv:2412.08905), without rope_type longrope."""
 
 from spmd_lm.huggingface.architectures import Architecture, ConfigKey, WeightMapping
 from spmd_lm.huggingface.families import decoder

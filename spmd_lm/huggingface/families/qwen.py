@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (arXiv:2505.09388), with norms
-of queries and keys."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases on queries, keys and values; Qwen3 (arXiv:2505.09388), with norms
+on queries and keys."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
