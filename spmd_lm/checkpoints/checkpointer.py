@@ -260,6 +260,8 @@ class Checkpointer:
             self._log(f"{unfinished} was removed while it was written: the next save is tried.")
             return self._saved_step
         self._saved_step = saving.record.step
+        if self._writes_records:
+            self._delete_oldest()
         return self._saved_step
 
     def close(self) -> None:
@@ -287,7 +289,7 @@ class Checkpointer:
             record.write(partial)
 
     def _commit(self, saving: Saving) -> None:
-        """Renames a finished save, and deletes the oldest checkpoints."""
+        """Renames a finished save."""
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
@@ -299,11 +301,18 @@ class Checkpointer:
         if os.path.lexists(final):
             self._log(f"{final} is in the way: moved to {move_aside(final, FOREIGN).name}.")
         partial.rename(final)
+
+    def _delete_oldest(self) -> None:
+        """Deletes the checkpoints that are not kept; the next save retries what fails."""
         intact = self.intact_steps()
         best = self._best_step(intact)
         for old in (step for step in intact[: -self._options.keep] if step != best):
-            self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
-            self._deletions.append(self._background.submit(delete, doomed))
+            try:
+                self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
+            except OSError as error:
+                self._log(f"{self.path(old)} cannot be deleted: {error.strerror}. It takes room on the disk.")
+            else:
+                self._deletions.append(self._background.submit(delete, doomed))
 
     def _best_step(self, steps: list[int]) -> int | None:
         """The step with the best figure of checkpoint.keep_best, the first among equals; None without any."""

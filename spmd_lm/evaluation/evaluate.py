@@ -41,7 +41,7 @@ def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, floa
         loss, correct, weights[name] = map(math.fsum, columns)
         losses[name], accuracies[name] = loss / weights[name], correct / weights[name]
     tokens = next(iter(losses))
-    perplexity = math.exp(losses[tokens]) if losses[tokens] < 700 else math.inf  # float64 overflows above exp(709.8)
+    perplexity = math.inf if losses[tokens] >= 700 else math.exp(losses[tokens])  # float64 overflows above exp(709.8)
     metrics = {"eval_loss": math.fsum(losses.values()), "eval_perplexity": perplexity}
     if len(losses) == 1:
         return metrics | {"eval_accuracy": accuracies[tokens]}, weights[tokens]

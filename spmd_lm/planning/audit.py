@@ -74,12 +74,12 @@ def audit_step(
 ) -> AuditedStep:
     """`audit`, with the program.  hardware: its speeds, default the published ones."""
     devices = topology.devices() if topology else jax.devices()
-    platform, notice = devices[0].platform, None
+    platform, notices = devices[0].platform, []
     if topology and platform == "gpu":
         config, notice = _with_available_kernel(config, devices[0].device_kind)
+        notices.append(notice)
     program = Program(config, devices)
-    notices = notice, check_own_modules(config, program.model.modules, program.plan)
-    notice = "; ".join(filter(None, notices)) or None
+    notices.append(check_own_modules(config, program.model.modules, program.plan))
     start = time.perf_counter()
     compiled = program.compiled
     compile_seconds = time.perf_counter() - start
@@ -91,12 +91,12 @@ def audit_step(
     if platform == "tpu":
         peers = peers_across_slices(mesh)
         unread = read_collectives_across_slices(module, peers)
-        notice = _notice_of_slices(len(peers[0]), program.plan.layout.replica, unread)
+        notices.append(_notice_of_slices(len(peers[0]), program.plan.layout.replica, unread))
     shares = schedule_table(program.schedule).execution_fractions() if program.schedule.stages > 1 else None
     report = {
         "config": config.run.name,
         "topology": str(topology or f"{platform}:{len(devices)}"),
-        "notice": notice,
+        "notice": "; ".join(filter(None, notices)) or None,
         "mesh": program.plan.sizes,
         **_collectives(config, program, collective_instructions(module, len(devices), shares)),
         "exposed": exposed_communication(module, mesh, shares, hardware),

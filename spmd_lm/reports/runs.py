@@ -168,7 +168,7 @@ def make_page(directories: Sequence[Path]) -> str:
             page.section("Layout", layout(run, "layout"))
             page.section("Starts", attempt_table(run))
             page.section("Generated text", *generated_text(run))
-            page.section("Configuration", details(CONFIG_FILE, preformatted(run.config_text)))
+            page.section("Configuration", _config_details(run))
         else:
             blocks = [facts(summarize(run)), *map(notice, run.problems), layout(run, f"run{i}"), attempt_table(run)]
             blocks += generated_text(run)

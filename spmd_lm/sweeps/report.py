@@ -121,7 +121,7 @@ def _costs(records: Sequence[Record], runs: Mapping[str, RunFiles]) -> Iterator[
             pictures.append(figure(plots.compare(known, key), f"median-{key}".replace("_", "-")))
     plans = {cell_id: run.plan for cell_id, run in list(runs.items())[:MOST_BARS] if run.plan}
     if plans:
-        pictures.append(figure(plots.memory(plans), "memory", "Planned, in the fullest phase of a step."))
+        pictures.append(figure(plots.memory(plans), "memory", "Planned, where a step holds most."))
     yield cards(*pictures)
     if len(records) > MOST_BARS:
         yield f"The first {MOST_BARS} of {len(records)} cells."

@@ -86,7 +86,7 @@ def is_same(logged: float | None, now: float) -> bool:
 def changed_leaves(checkpoints: Checkpointer, step: int, canonical: Tree) -> list[str]:
     """Paths of the arrays that differ from the checkpoint's."""
     record, (found, _) = checkpoints.record(step), fingerprints(canonical)
-    return [path for path, leaf in record.leaves.items() if found.get(path, leaf.fingerprint) != leaf.fingerprint]
+    return [path for path, leaf in record.leaves.items() if found.get(path) != leaf.fingerprint]
 
 
 def render(result: dict[str, Any]) -> str:

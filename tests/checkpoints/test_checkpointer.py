@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from spmd_lm.checkpoints.storage import OrbaxStorage
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.schema import Checkpoint, RunConfig
 from spmd_lm.errors import CheckpointError
+from spmd_lm.training.replay import changed_leaves
 from tests import processes
 
 META = make_meta({"model": {"layers": 4}}, num_samples=48, fingerprint="abc")
@@ -243,6 +245,34 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch)
     saver.save(3, {"w": jnp.arange(8.0)}, META)
     saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_replay_tells_leaves_that_are_not_there(tmp_path):
+    saver = Checkpointer(tmp_path, Checkpoint())
+    saver.save(1, {"b": jnp.ones(4), "w": jnp.arange(8.0)}, META)
+    saver.close()
+    assert changed_leaves(saver, 1, {"b": jnp.ones(4), "w": jnp.arange(8.0)}) == []
+    assert changed_leaves(saver, 1, {"b": jnp.zeros(4)}) == ["b", "w"]
+
+
+def test_a_save_counts_where_an_old_checkpoint_cannot_be_moved(tmp_path, monkeypatch):
+    told: list[str] = []
+    saver = Checkpointer(tmp_path, Checkpoint(keep=1), log=told.append)
+    saver.save(1, {"w": jnp.arange(8.0)}, META)
+    saver.wait()
+    rename = Path.rename
+
+    def refuse(path, target):
+        if str(target).endswith(".deleting"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    saver.save(2, {"w": jnp.arange(8.0)}, META)
+    assert saver.wait() == 2
+    saver.close()
+    assert saver.steps() == [1, 2]
+    assert told == [f"{tmp_path / '1'} cannot be deleted: Permission denied. It takes room on the disk."]
 
 
 def test_a_checkpoint_that_is_read_back_wrong_does_not_count(tmp_path, monkeypatch):

@@ -35,6 +35,12 @@ def test_several_losses_are_summed_and_told_apart():
     )
 
 
+@pytest.mark.parametrize(("loss", "perplexity"), [(math.nan, math.nan), (800.0, math.inf), (0.0, 1.0)])
+def test_a_perplexity_is_as_finite_as_its_loss(loss, perplexity):
+    found, _ = text_metrics([{"tokens": (loss, 0.0, 1.0)}])
+    assert found["eval_perplexity"] == pytest.approx(perplexity, nan_ok=True)
+
+
 def test_matthews_of_two_classes_by_hand():
     """6 true positives, 2 false negatives, 1 false positive, 3 true negatives: 16 / sqrt(8 x 4 x 7 x 5)."""
     labels, predictions = arrays([1] * 8 + [0] * 4, [1] * 6 + [0] * 2 + [1] + [0] * 3)
