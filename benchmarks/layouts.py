@@ -61,10 +61,13 @@ def main() -> int:
     parser.add_argument("topology")
     parser.add_argument("layouts", nargs="+")
     a = parser.parse_args()
-    print(f"{a.config} on {a.topology}; GiB per device and step\n\n{HEADER}\n{RULE}")
+    first, *others = (layout.split() for layout in a.layouts)
+    shared = [each for each in first if others and all(each in other for other in others)]
+    print(f"{' '.join([a.config, 'on', a.topology, *shared])}; GiB per device and step\n\n{HEADER}\n{RULE}")
     failed = 0
     for layout in a.layouts:
-        cells, ok = row(a.config, a.topology, layout, layout.replace("parallel.", "") or "as configured")
+        own = " ".join(each.removeprefix("parallel.") for each in layout.split() if each not in shared)
+        cells, ok = row(a.config, a.topology, layout, own or "as configured")
         failed += not ok
         print(cells, flush=True)
     return int(failed > 0)
