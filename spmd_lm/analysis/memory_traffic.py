@@ -18,10 +18,10 @@ LEAST_LISTED = 1e-3  # share of all bytes of a kernel that is listed
 
 
 class KernelSpeeds(NamedTuple):
-    """Rates per second, and overhead: seconds of each kernel besides.
+    """Rates per second.
 
-    flops: FLOPs of matmuls.  attention: FLOPs of fused attention.  memory_bandwidth: bytes.  fused: bytes of kernels
-    that are neither matmuls nor attention nor copies."""
+    flops: FLOPs of matmuls.  attention: FLOPs of fused attention.  memory_bandwidth: bytes.  fused: most bytes of
+    kernels of kind OTHERS.  overhead: extra seconds of each kernel, not a rate."""
 
     flops: float
     memory_bandwidth: float
@@ -30,7 +30,7 @@ class KernelSpeeds(NamedTuple):
     overhead: float = 0.0
 
     def seconds(self, costs: InstructionCosts, computation: str, i: Instruction) -> float:
-        """Seconds of an instruction of `computation`: 0 if it is no kernel; of a collective, its matmul's."""
+        """Seconds of an instruction of `computation`: 0 if no kernel, or a collective without a matmul."""
         traffic, kind = costs.traffic(computation, i), costs.kind(computation, i)
         flops = costs.flops(computation, i) / self.flops
         if not sum(traffic) or (kind == COLLECTIVE_KERNELS and not flops):

@@ -20,8 +20,8 @@ class Starts:
         self._found: dict[tuple[str, str], list[str]] = {}
 
     def of(self, computation: str, done: Instruction) -> list[str]:
-        """Names of possible starts of what `done`, in `computation`, waits for: in a loop one before it, and one in the
-        iteration before."""
+        """Names of starts that `done`, in `computation`, may wait for: in a loop, one before the loop and one in the
+        previous iteration."""
         if (key := (computation, done.name)) not in self._found:
             self._found[key] = list(dict.fromkeys(self._trace(computation, done.operands[0], None, set())))
         return self._found[key]

@@ -85,8 +85,8 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
 
 
 def verify(checkpoints: Checkpointer, step: int) -> Json:
-    """Like `describe`, but compares every array with its fingerprint, unless a file is already known to be damaged: it
-    may be a pipe, and block."""
+    """Like `describe`, but compares arrays with their fingerprints if every file has its size; any other may be a pipe,
+    and block."""
     report = describe(checkpoints, step)
     if report["leaves"] and report["state"] == INTACT:
         record = read_record(checkpoints.path(step))

@@ -1,8 +1,8 @@
 """Memory per device, before anything runs.
 
 State is exact: it is what the compiled step takes as arguments.  The rest is the most that a step holds at one of a few
-points: weights and gradients by the layout, activations by the trace of a layer, and what a platform's compiler makes
-of them by a handful of facts.  `benchmarks/predictions.py` compares the sum with compilers' peaks, for random models,
+points: weights and gradients follow from the layout, activations from a layer's trace, and the compiler's share from
+the traits in `Compiler`.  `benchmarks/predictions.py` compares the sum with compilers' peaks, for random models,
 layouts and topologies."""
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Compiler(NamedTuple):
     logits: number of arrays as large as a chunk of logits that cross-entropy holds.
     computes_in_float32: bfloat16 is computed as float32, and activations and the weights of a loop are held so.
     casts_layers: sharded weights are cast layer by layer as they are gathered, not all of them before the loop.
-    adds_in_products: gradients of unrolled layers are added to their sums while what the layers saved is freed.
+    adds_in_products: matmuls add unrolled layers' gradients to sums, which grow as saved activations are freed.
     lanes: the last dimension of an array that is split into heads is padded to a multiple of it.
     libraries: bytes of workspace that matmuls may use.
     decoded: number of float32 copies of the largest quantized matrix that its matmul holds."""
@@ -113,15 +113,15 @@ def _tokens_per_chunk(step: "_Step", points: list[Point]) -> int | None:
     if plan.platform != "gpu" or few or hardware is None or hardware.memory is None:
         return None
     peak = sum(state(step.config, plan).values()) + max(point.total for point in points)
-    # Not of what XLA_PYTHON_CLIENT_MEM_FRACTION allows: processes that differ in it would run other programs.
+    # XLA_PYTHON_CLIENT_MEM_FRACTION is ignored: processes that differ in it would run different programs.
     free = (ALLOCATED_BY_DEFAULT * hardware.memory.size - peak) / step.compiler.logits
     each = logit_chunks.tokens_per_chunk(step.tokens, step.logit_bytes, peak, free)
     return each if each and each * step.logit_bytes > cross_entropy.CHUNK_BYTES else None
 
 
 class _Step:
-    """Bytes on one device; of weights and gradients in the compute dtype, gathered over `data`, unless a name says
-    otherwise."""
+    """Bytes on one device.  in_use, chunk, unscattered, layer_gradients, embedding, table: gathered over `data`, in the
+    compute dtype."""
 
     def __init__(self, config: RunConfig, plan: Plan):
         self.config, self.plan, self.compiler = config, plan, COMPILERS[plan.platform]

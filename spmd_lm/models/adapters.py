@@ -78,7 +78,7 @@ class ScalingAdapter(nnx.Module):
         return ScaledMatrix(matrix, self.scale[...])
 
     def of_bias(self, bias: jax.Array) -> jax.Array:
-        """The bias to add to the product: outputs are scaled after their bias."""
+        """Bias to add to the scaled product: scale x (y + bias), as in PEFT."""
         return bias if self.adapter.transposed else bias * self.scale[...]
 
 

@@ -26,8 +26,8 @@ AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4  # dropou
 LossDict = dict[str, jax.Array]  # losses by name
 
 RESIDUAL = "residual"
-"""The checkpoint name of what backward needs: a branch's output where that has a norm of its own; else the sum x +
-branch(x), of both branches where a norm follows them."""
+"""Checkpoint name of the arrays that remat policy `residual` saves: with sandwich norms both branches' outputs; with
+post-norm both sums x + f(x); else the first sum, or with parallel branches none."""
 
 AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
@@ -41,7 +41,7 @@ class BlockContext(NamedTuple):
     linears: the linears of its branches.
     checkpoint: jax.checkpoint, for what backward always recomputes.
     batch: the one whose tokens x represents.
-    row_weight: weight of a row in an auxiliary loss in training, which makes that a mean over the global batch."""
+    row_weight: weight of a row in auxiliary losses: in training, their sum over the global batch becomes a mean."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None

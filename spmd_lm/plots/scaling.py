@@ -1,4 +1,4 @@
-"""Pictures of throughput against devices, and of loss against parameters and tokens."""
+"""Pictures of efficiency against devices, and of loss against parameters or tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

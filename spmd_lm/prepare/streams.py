@@ -96,8 +96,8 @@ def decompressed(file: io.RawIOBase, suffix: str) -> BinaryIO:
 
 
 def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tuple[int, bytes | None]]:
-    """Yields each line's number, from 1, and its bytes, or None for more than `most` without line end.
-    Without `per_line`, yields the whole file likewise, as number 0."""
+    """Yields (number, from 1, bytes) of each line; None for bytes if there are over `most`, line end excluded.
+    Without `per_line`, yields the whole file likewise, line ends included, as number 0."""
     if not per_line:
         data = file.read(most + 1)
         yield 0, None if len(data) > most else data
@@ -105,9 +105,8 @@ def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tu
     number = 0
     while line := file.readline(most + 2):
         number += 1
-        if len(line) > most and len(line.rstrip(b"\r\n")) > most:
-            while not line.endswith(b"\n") and line:
-                line = file.readline(BUFFER)
-            yield number, None
-        else:
-            yield number, line
+        rest, is_long = line, len(line) > most and len(line.rstrip(b"\r\n")) > most
+        while rest and len(line) > most + 1 and not rest.endswith(b"\n"):
+            rest = file.readline(BUFFER)
+            is_long = is_long or bool(rest.rstrip(b"\r\n"))
+        yield number, None if is_long else line

@@ -1,6 +1,7 @@
 """Input that is no document is counted with its place, or ends with it; the rest is as if it had not been there."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -79,6 +80,24 @@ def test_a_bad_file_is_skipped_and_counted(case, tmp_path):
     if reason != "empty":
         with pytest.raises(DataError, match=rf"in/b\.txt: {reason}"):
             make(tmp_path / "error", tmp_path / "in", max_document_bytes=150, on_bad="error")
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    {
+        b"abc": b"abc",
+        b"abc\r": b"abc",
+        b"abc\r\r": b"abc",
+        b"abc" + b"\r" * 2**20: b"abc",
+        b"abcd": None,
+        b"abc\r\rd": None,
+        b"abc\r\r\r" + b"d" * 2**20: None,
+        b"abc" + b"\r" * 2**20 + b"d": None,
+    }.items(),
+)
+def test_a_line_is_measured_without_its_end(first, expected):
+    lines = list(streams.documents_of_lines(io.BytesIO(first + b"\nxy\nz"), 3, per_line=True))
+    assert [(number, line and line.rstrip(b"\r\n")) for number, line in lines] == [(1, expected), (2, b"xy"), (3, b"z")]
 
 
 def test_byte_order_marks_go_and_lines_end_in_a_line_feed(tmp_path):
