@@ -31,7 +31,8 @@ def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, sca
         "prefetch runs in it": prefetch,
         "unrolled, gradients of several layers wait to be scattered": scatters,
         "layers share their weights": m.share_layers,
-        f"it saves little, with remat.policy={config.remat.policy}": config.remat.policy in ("full", "block"),
+        f"it saves little, with remat.policy={config.remat.policy}": config.remat.policy
+        in ("full", "block", "offload"),
         f"more than {MOST_UNROLLED} layers take minutes to compile": m.layers > MOST_UNROLLED,
     }
     why = next((why for why, holds in reasons.items() if holds), None)

@@ -6,12 +6,13 @@ The model, the memory model and the expected collectives all read this.
     selective   the attention core is recomputed (arXiv:2205.05198, section 5)
     residual    both branches of a block are recomputed, but not the sums over `model` that end them
     full        the whole block is recomputed from its input
-    block       blocks of several layers are recomputed; only a remat block's input is saved (arXiv:1604.06174)"""
+    block       blocks of several layers are recomputed; only a remat block's input is saved (arXiv:1604.06174)
+    offload     as full, and the inputs of the blocks wait for backward in the host's memory"""
 
 import dataclasses
 from typing import Literal
 
-Policy = Literal["none", "selective", "residual", "block", "full"]
+Policy = Literal["none", "selective", "residual", "block", "full", "offload"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,11 @@ class RematPolicy:
 
     @property
     def recomputes_layer(self) -> bool:
-        return self.policy in ("full", "residual")
+        return self.policy in ("full", "offload", "residual")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        return self.policy == "offload"
 
     @property
     def saves_branch_sums(self) -> bool:
@@ -39,7 +44,7 @@ class RematPolicy:
     def repeated_reductions(self, *, scan: bool) -> float:
         """Forward reductions over `model` (Megatron's g) that backward repeats, per layer.
         scan: layers run in a loop."""
-        if self.policy == "full":
+        if self.policy in ("full", "offload"):
             return self.needed_sums
         if self.policy == "block":
             # Unrolled, the last layer of a remat block repeats only the needed ones.

@@ -164,7 +164,7 @@ class _Step:
         """True if backward gathers the branch's saved shards of input again: for gradients of the matrices that read
         it, or to recompute the layer."""
         trains = any(self.plan.reads_input("blocks", branch, key) for key in _COLUMN[branch])
-        return trains or self.config.remat.policy in ("full", "residual", "block")
+        return trains or self.config.remat.policy in ("full", "offload", "residual", "block")
 
     @functools.cached_property
     def unneeded(self) -> dict[str, "_Unneeded"]:

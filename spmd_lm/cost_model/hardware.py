@@ -114,6 +114,7 @@ class Hardware:
     source: source of the figures.
     efficiency: share of the peak that audit assumes of matmuls.
     on_chip: see hardware.yaml.
+    host: bytes per second from or to the host's memory.
     kernel_overhead: seconds of each kernel besides its work; None for the software's."""
 
     device_kind: str
@@ -127,6 +128,7 @@ class Hardware:
     on_chip: dict[str, int] = dataclasses.field(default_factory=dict)
     kernel_overhead: float | None = None
     compiled: Compiled | None = None
+    host: float | None = None
 
     @property
     def peak_flops(self) -> float:
@@ -162,6 +164,7 @@ def _parse(row: dict[str, Any]) -> Hardware:
         on_chip=row.get("on_chip") or {},
         kernel_overhead=None if overhead is None else MICRO * overhead,
         compiled=Compiled(**row["compiled"]) if row.get("compiled") else None,
+        host=GIGA * row["host"] if row.get("host") else None,
     )
 
 

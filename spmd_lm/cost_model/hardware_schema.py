@@ -65,6 +65,7 @@ class HardwareRow(PeakRow):
     link: Positive
     closes_at: CountOrZero = 0
     network: Positive | None = None
+    host: Positive | None = None
     latency: LatencyRow
     devices_per_host: CountOrZero = 0
     kernel_overhead: NotNegative | None = None

@@ -94,6 +94,11 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
     return max(points, key=lambda point: point.total)
 
 
+def on_host(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """Bytes of each thing that a device keeps in its host's memory."""
+    return {"activations": int(offloaded)} if (offloaded := _Step(config, plan).offloaded) else {}
+
+
 def saved_activations(config: RunConfig, plan: Plan) -> float:
     """Bytes that a device saves for one microbatch's backward."""
     return _Step(config, plan).saved * config.chunks
@@ -150,6 +155,9 @@ class _Step:
         self.saved = layers / block * self.stream + block * saved if block > 1 else layers * saved
         self.trains_layers = layer_passes(config, plan)[1] > 0  # else they run forward alone, and save nothing
         self.saved *= self.trains_layers
+        self.offloaded = 0.0  # bytes of `saved` that rest on the host; on the device two layers' are on their way
+        if config.remat_policy.offloads_inputs:
+            self.offloaded, self.saved = self.saved, min(2, layers) * self.stream
         beside = compiler.libraries + compiler.decoded * self._largest_decoded()
         forward = max(each.forward.peak for each in traces)
         backward = max(each.backward.peak for each in traces)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.compute_time import head_seconds, layer_seconds
+from spmd_lm.cost_model.compute_time import LayerSeconds, head_seconds, layer_seconds
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
-from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes
 from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.mesh import devices_within_domain
@@ -35,13 +35,16 @@ class CollectiveTime(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are spent on."""
+    """Seconds of a step, by what they are spent on.
+
+    host: those of `exposed` in which a device waits for its host's memory."""
 
     compute: float
     exposed: float
     bubble: float
     optimizer: float
     collectives: tuple[CollectiveTime, ...]
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -110,7 +113,18 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, software: So
         return _hidden(config, plan, rows, seconds_of, in_layers + rest)
 
     bubble = 0.0 if software.idle_is_free or idle_is_work else counts.bubble
-    return combine(plan, hardware, compute, rows, hidden, bubble)
+    step = combine(plan, hardware, compute, rows, hidden, bubble)
+    waiting = (
+        passes * _seconds_of_offloading(config, plan, hardware, layer) if config.remat_policy.offloads_inputs else 0.0
+    )
+    return dataclasses.replace(step, exposed=step.exposed + waiting, host=waiting)
+
+
+def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, layer: LayerSeconds) -> float:
+    """Seconds that a layer waits while its input is copied to the host's memory, and while it comes back, beside the
+    layer's own work; 0 where the rate is unknown."""
+    copy = stream_bytes(config, plan) / hardware.host if hardware.host else 0.0
+    return max(0.0, copy - layer.forward) + max(0.0, copy - layer.backward)
 
 
 def combine(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.active_rules import axis_rules, num_shards, partition_spec
 from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
@@ -34,6 +35,8 @@ from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.sharding_types import checked, is_explicit
 from spmd_lm.period import BlockFn, Period, sum_by_name
 
+BLOCK_INPUT = "block input"
+
 Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # all-gathers parameters of one layer, or period, of the stack
 KVCaches = tuple[Any, Any]
@@ -41,6 +44,11 @@ KVCaches = tuple[Any, Any]
 
 def _identity(params: Params) -> Params:
     return params
+
+
+def _named_input(block: BlockFn) -> BlockFn:
+    """The block, within which its input is named: of what is named outside of jax.checkpoint another copy is saved."""
+    return lambda params, x, *rest: block(params, checkpoint_name(x, BLOCK_INPUT), *rest)
 
 
 class ModelInput(NamedTuple):
@@ -205,10 +213,20 @@ class LanguageModel:
 
     def block_fns(self) -> tuple[BlockFn, ...]:
         """`block` for each place in the period, as training runs it, under the remat policy."""
-        blocks = [functools.partial(self.block, place=place) for place in range(self.period.layers)]
+        blocks: list[BlockFn] = [functools.partial(self.block, place=place) for place in range(self.period.layers)]
         if not self.remat.recomputes_layer:
             return tuple(blocks)
-        save = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if self.remat.saves_branch_sums else None
+        policies, save = jax.checkpoint_policies, None
+        if self.remat.saves_branch_sums:
+            save = policies.save_only_these_names(RESIDUAL)
+        if self.remat.offloads_inputs:
+            blocks = list(map(_named_input, blocks))
+            save = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[BLOCK_INPUT],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
         return tuple(self._checkpoint(block, policy=save) for block in blocks)
 
     def last_block_fns(self) -> tuple[BlockFn, ...]:

@@ -23,27 +23,31 @@ def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool 
 
     lax.scan writes its outputs into zeros.  For GPUs XLA makes one array of zeros for all outputs of a shape, and
     copies it for each of them whenever the loop begins: a ninth of a GPU's memory traffic in a step of GPT-2 124M under
-    ZeRO-3.  Here they are written into uninitialized arrays.  tests/step/test_allocated_scan.py sees it;
-    benchmarks/gpu_traffic.py sees the bytes."""
-    treedef = None
+    ZeRO-3.  Here they are written into uninitialized arrays, but for those in the host's memory.
+    tests/step/test_allocated_scan.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
+    treedef, on_host = None, set[int]()
 
-    def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, list[Array]]:
-        nonlocal treedef
+    def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, list[Array], list[Array]]:
+        """The carry, and the outputs in the device's memory and in the host's."""
+        nonlocal treedef, on_host
         carry, y = step(carry, x)
         leaves, treedef = jax.tree.flatten(y)
-        return carry, leaves
+        on_host = {i for i, leaf in enumerate(leaves) if jax.typeof(leaf).memory_space == jax.memory.Space.Host}
+        return carry, [leaf for i, leaf in enumerate(leaves) if i not in on_host], [leaves[i] for i in sorted(on_host)]
 
-    def turn(carry: tuple[Tree, list[Array]], entry: tuple[Array, Tree]) -> tuple[tuple[Tree, list[Array]], None]:
+    def turn(carry: tuple[Tree, list[Array]], entry: tuple[Array, Tree]) -> tuple[tuple[Tree, list[Array]], list]:
         (inner, stacks), (i, x) = carry, entry
-        inner, new = step_of_leaves(inner, x)
-        return (inner, [lax.dynamic_update_index_in_dim(s, y, i, 0) for s, y in zip(stacks, new, strict=True)]), None
+        inner, new, host = step_of_leaves(inner, x)
+        return (inner, [lax.dynamic_update_index_in_dim(s, y, i, 0) for s, y in zip(stacks, new, strict=True)]), host
 
     length = jax.tree.leaves(xs)[0].shape[0]
-    _, shapes = jax.eval_shape(step_of_leaves, carry, jax.tree.map(lambda x: x[0], xs))
+    _, shapes, _ = jax.eval_shape(step_of_leaves, carry, jax.tree.map(lambda x: x[0], xs))
     stacks = [_allocate(length, y) for y in shapes]
-    (carry, stacks), _ = lax.scan(turn, (carry, stacks), (jnp.arange(length, dtype=jnp.int32), xs), reverse=reverse)
+    (carry, stacks), host = lax.scan(turn, (carry, stacks), (jnp.arange(length, dtype=jnp.int32), xs), reverse=reverse)
     assert treedef is not None
-    return carry, jax.tree.unflatten(treedef, stacks)
+    device, rest = iter(stacks), iter(host)
+    leaves = [next(rest) if i in on_host else next(device) for i in range(len(stacks) + len(host))]
+    return carry, jax.tree.unflatten(treedef, leaves)
 
 
 def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:

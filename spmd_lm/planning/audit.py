@@ -45,6 +45,7 @@ from spmd_lm.step.own_check import check_own_modules
 from spmd_lm.step.program import Program
 
 TOLERANCE = 0.01  # share of the expected bytes that may be missing or in excess
+HOST_TOLERANCE = 0.05  # of what a device keeps in its host's memory
 SLACK = 4096  # bytes that always may: scalars that compilers add
 MODEL_PARTS = ("embedding", "blocks", "head")
 """Scopes of a step that a model's modules compute."""
@@ -107,6 +108,7 @@ def audit_step(
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,
     }
+    report["ok"] = report["ok"] and not report["memory"]["not_offloaded"]
     return AuditedStep(program, module, shares, report)
 
 
@@ -269,12 +271,19 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
     """Bytes per device: compiled and planned."""
     m = compiled.memory_analysis()
     assert m is not None
+    on_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
+    planned_on_host = memory.on_host(config, program.plan)
+    # A CPU's compiler does not tell its host's memory from a device's.
+    missing = 0 if program.plan.platform == "cpu" else sum(planned_on_host.values()) - on_host
     return {
         "arguments": m.argument_size_in_bytes,
         "temporaries": m.temp_size_in_bytes,
         "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
         "peak": m.peak_memory_in_bytes,
         "planned": memory.table(config, program.plan),
+        "on_host": on_host,
+        "planned_on_host": planned_on_host,
+        "not_offloaded": missing if missing > HOST_TOLERANCE * on_host else 0,
     }
 
 
@@ -307,6 +316,8 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
     lines += r["compiler_advice"]
     apart_from = ", apart from your modules, which it does not judge" if r["not_judged"] else ""
+    if missing := r["memory"]["not_offloaded"]:
+        lines.append(f"host    the compiler keeps {format_bytes(missing)} on the device, which the run offloads")
     lines.append(("matches theory" if r["ok"] else "does NOT match theory") + apart_from)
     return "\n".join(lines)
 
@@ -354,4 +365,5 @@ def _render_memory(m: dict[str, Any]) -> str:
     if not m["temporaries"]:
         return f"{arguments} arguments; peak {peak}"
     text = f"{arguments} arguments + {temporaries} temporaries = {total}"
-    return text if m["peak"] < m["temporaries"] else f"{text}; peak {peak}"
+    text += f"; peak {peak}" if m["peak"] >= m["temporaries"] else ""
+    return f"{text}; {format_bytes(m['on_host'])} on its host" if m["on_host"] else text

@@ -67,6 +67,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,
+        "host_memory": memory.on_host(config, plan),
         "fullest_in": memory.fullest_point(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
@@ -246,6 +247,7 @@ def summary(description: dict[str, Any]) -> str:
     how = f"{loop['count']}{_describe_period(loop)} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
     if loop["loop_copies"]:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
+    host = f", and {format_bytes(sum(d['host_memory'].values()))} on its host" if d["host_memory"] else ""
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
@@ -256,7 +258,7 @@ def summary(description: dict[str, Any]) -> str:
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
-        f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total{capacity}",
+        f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total{capacity}{host}",
     ]
     if p := d["pipeline"]:
         stages = f"{p['stages']} stages x {pluralize(p['chunks'], 'chunk')} of"
@@ -278,6 +280,7 @@ def render(description: dict[str, Any]) -> str:
     rows = [(row, format_bytes(size)) for row, size in d["memory"].items()]
     total = f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"
     table = [("memory per device", ""), *rows, ("total, about", total)]
+    table += [(f"{row} on the host", format_bytes(size)) for row, size in d["host_memory"].items()]
     pipeline = ["", *_render_pipeline(d["pipeline"])] if d["pipeline"] else []
     return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])
 

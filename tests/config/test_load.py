@@ -479,7 +479,7 @@ def test_an_old_key_of_a_section_whose_kind_is_unknown_has_two_new_names(write):
 
 def test_an_old_value_is_refused_with_its_new_name(write):
     write(a=TINY)
-    choices = "expected none, selective, residual, block or full, got 'every'"
+    choices = "expected none, selective, residual, block, full or offload, got 'every'"
     assert problems("a.yaml", "remat.policy=every") == (
         f"command line: remat.policy: {choices}. Did you mean 'block'?",
     )

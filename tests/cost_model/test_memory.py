@@ -75,6 +75,14 @@ def test_remat_saves_less(x64):
     assert saved(runs["full"]) == c.train.batch // 4 * c.model.context * c.model.layers * c.model.width * 8  # inputs
 
 
+def test_offloaded_inputs_are_the_hosts_but_for_two(x64):
+    full, offload = (run_of("data4-model2", remat=policy) for policy in ("full", "offload"))
+    plans = [abstract_plan(each, 8, "cpu", "") for each in (full, offload)]
+    assert memory.on_host(full, plans[0]) == {}
+    assert memory.on_host(offload, plans[1]) == {"activations": saved(full)}
+    assert saved(offload) == 2 * saved(full) / full.model.layers
+
+
 def test_a_remat_block_saves_its_input_and_what_is_inside_one_of_them():
     def of_blocks(**remat):
         return saved(make_config(model={"layers": 8}, parallel={"data": 8}, precision=LOW, remat=remat), "tpu")

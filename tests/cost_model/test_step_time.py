@@ -149,6 +149,18 @@ NO_LOSS = {"share": 1.0, "kernel_overhead": 0.0}
 TENSOR, PIPELINE = {"data": 2, "model": 4}, {"pipe": 4, "data": 2, "microbatches": 8}
 
 
+def test_layers_wait_for_copies_to_their_host_that_they_do_not_hide():
+    full, offload = (config(remat={"policy": policy}) for policy in ("full", "offload"))
+    alone = predicted(full, 1)
+    slow, fast, unknown = (
+        predicted(offload, 1, dataclasses.replace(HARDWARE, host=rate)) for rate in (1e6, 1e18, None)
+    )
+    assert fast.seconds == unknown.seconds == alone.seconds and fast.host == 0
+    copies = 2 * 8 * 64 * 512 * 1024 * 2 / 1e6  # there and back, of 8 layers
+    assert slow.exposed == slow.host
+    assert copies - alone.compute < slow.host < copies
+
+
 def flops_of(run, software=OURS):
     """FLOPs of one device's products in a step: (all, the bubble's)."""
     step = predicted(run, 8, FREE, software._replace(**NO_LOSS))

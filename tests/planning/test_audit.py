@@ -17,6 +17,7 @@ from spmd_lm.config.load import load
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
+from spmd_lm.models import language_model
 from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.ops.compiler_workarounds import WINDOW_TILES, padded_columns
 from spmd_lm.parallel.mesh import Layout, make_mesh
@@ -503,6 +504,37 @@ def test_logits_that_are_one_chunk_are_gone_before_the_blocks():
         train={"batch": 8},
     )
     planned(audit(config, compilable("v5p:2x2x2"))["memory"])
+
+
+def offloading(name: str, remat: str, **parallel) -> dict:
+    config = make_config(
+        model=BIG | {"layers": 16, "width": 1024, "heads": 8, "vocab": 8192, "dropout": 0.0, "attention_dropout": 0.0},
+        parallel={"data": -1} | parallel,
+        remat={"policy": remat},
+        precision=BF16,
+        train={"batch": 32},
+    )
+    return audit(config, compilable(name))
+
+
+@slow
+@pytest.mark.parametrize(("name", "freed", "zero"), [("v5p:2x2x2", 1, 1), ("h100:1x8", 0.8, 1)])
+def test_offloaded_inputs_of_blocks_leave_the_device(name, freed, zero):
+    full, offloaded = (offloading(name, remat, zero=zero)["memory"] for remat in ("full", "offload"))
+    rows, context, width, layers = 4, 1024, 1024, 16
+    assert full["on_host"] == 0 and not full["planned_on_host"]
+    assert offloaded["on_host"] == pytest.approx(2 * layers * rows * context * width, rel=0.01)
+    assert sum(offloaded["planned_on_host"].values()) == pytest.approx(offloaded["on_host"], rel=0.01)
+    assert full["temporaries"] - offloaded["temporaries"] >= freed * offloaded["on_host"]
+    planned(offloaded)
+
+
+@slow
+def test_inputs_that_stay_on_the_device_are_reported(monkeypatch):
+    monkeypatch.setattr(language_model, "_named_input", lambda block: block)
+    report = offloading("h100:1x8", "offload", zero=1)
+    assert not report["ok"] and report["memory"]["on_host"] == 0
+    assert "the compiler keeps 128.0 MiB on the device, which the run offloads" in render(report)
 
 
 def planned(memory: dict) -> None:

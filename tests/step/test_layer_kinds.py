@@ -60,6 +60,7 @@ def run(name: str, scan: bool = True, remat: str = "none", **parallel):
             marks=SLOW,
         ),
         pytest.param("5:1, cut short", True, "full", {"data": 8, "zero": 3}, marks=SLOW),
+        pytest.param("1:1, cut short", True, "offload", {"data": 8, "zero": 3}, marks=SLOW),
         pytest.param("5:1, cut short", False, "none", {"data": 2, "model": 4, "sequence": True, "zero": 2}, marks=SLOW),
         pytest.param(
             "5:1, cut short",

@@ -55,7 +55,7 @@ def runs(draw):
     sized, laid_out = Model(**model), Parallel(**parallel)
     if not any(collective_matmul_obstacles(sized, laid_out, NoAdapter())):
         parallel["collective_matmul"] = draw(st.sampled_from(["on", "off"]))
-    remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
+    remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full", "offload"]))}
     sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
     config = make_config(parallel=parallel, remat=remat, **sections)
     hypothesis.assume(not problems({name: getattr(config, name) for name in type(config).model_fields}))

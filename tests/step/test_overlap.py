@@ -46,6 +46,7 @@ def config(layers: int, remat: str, model: dict, parallel: dict) -> RunConfig:
     [
         pytest.param(4, "full", {}, HYBRID, id="hybrid", marks=slow),
         pytest.param(4, "full", {}, HYBRID | {"partitioner": "types"}, id="types", marks=[slow, mutants]),
+        pytest.param(4, "offload", {}, HYBRID, id="offload", marks=slow),
         pytest.param(2, "selective", {}, {"data": 8}, id="two layers", marks=slow),
         pytest.param(3, "residual", ORIGINAL_BERT, {"data": 4, "model": 2}, id="bert", marks=slow),
         pytest.param(3, "none", LLAMA, {"data": 3, "model": 2, "microbatches": 2}, id="padded", marks=slow),

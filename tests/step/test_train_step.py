@@ -57,9 +57,20 @@ LATER = [
     ("replica2-data2-model2", 2, "scan", "residual"),
 ]
 
+OFFLOADED = [
+    ("data8-zero3", 1, "scan"),
+    ("data2-model4-sequence-zero1", 2, "unrolled"),
+    ("replica2-data2-model2-sequence-zero3", 2, "scan"),
+    ("data4-model2-zero2", 4, "scan"),
+    ("one", 1, "unrolled"),
+]
+
 
 def matrix():
-    """The quick cases, some later, and of each layout's others two in 24, a diagonal through all layouts."""
+    """The quick cases, some later, of each layout's others two in 24, a diagonal through all layouts, and some whose
+    blocks' inputs rest on the host."""
+    for partitioner, case in itertools.product(("manual", "types"), OFFLOADED):
+        yield pytest.param(partitioner, *case, "offload", marks=slow)
     for (at, layout), (number, how) in itertools.product(
         enumerate(LAYOUTS), enumerate(itertools.product((1, 2, 4), ("scan", "unrolled"), REMAT))
     ):
@@ -73,6 +84,13 @@ def matrix():
 def lowered(config) -> str:
     p = program(config)
     return p.train_step.lower(p.abstract_state(), p.abstract_batch()).as_text()
+
+
+@pytest.mark.parametrize(("remat", "offloads"), [("full", False), ("offload", True)])
+def test_the_blocks_inputs_rest_on_the_host_if_asked_to(remat, offloads):
+    bound = program(run_of("one", 1, "scan", remat))
+    traced = bound.train_step.trace(bound.abstract_state(), bound.abstract_batch())
+    assert ("<host>" in str(traced.jaxpr)) == offloads
 
 
 def assert_same_run(got, want, states=1e-11):
