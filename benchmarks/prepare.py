@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import children
 import numpy as np
 
 WORDS = 50_000
@@ -70,7 +71,9 @@ def measure(directory: Path, megabytes: int, workers: int, tokenizer: str) -> di
     (directory / "r.yaml").write_text(json.dumps({**recipe, "tokenizer": tokenizer, "steps": steps}))
     command = [sys.executable, "-m", "spmd_lm", "prepare", str(directory / "r.yaml")]
     start, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=children.environment() | {"OMP_NUM_THREADS": "1"}
+    )
     while process.poll() is None:
         peak = max(peak, pss_of_tree(process.pid))
         time.sleep(0.2)
@@ -105,7 +108,7 @@ def library_speed(path: Path, tokenizer: str, workers: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tokenizer", default="bytes")

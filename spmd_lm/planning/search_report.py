@@ -8,7 +8,7 @@ from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.step_time import step_range
-from spmd_lm.errors import CompilerError, ConfigError
+from spmd_lm.errors import CompilerError, OutputError
 from spmd_lm.files import write_atomically
 from spmd_lm.planning.search import CostedLayout, Search, best_of, speed
 from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
@@ -143,14 +143,14 @@ def confirm(layout: CostedLayout, audit: Audit) -> dict[str, Any]:
 
 
 def write_best(best: CostedLayout, path: Path) -> None:
-    """Writes a configuration file of the run under the best layout.  Raises ConfigError if it cannot be written."""
+    """Writes a configuration file of the run under the best layout.  Raises OutputError if it cannot be written."""
     topology = best.target.topology
     comment = f"{MARK} {best.seconds:.4g} s a step on {topology}, by the cost model.\n"
     comment += f"# spmd-lm preflight {path.name} --topology {topology} compiles it.\n"
     try:
         write_atomically(path, comment + dump(best.config))
     except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}. Choose another file.") from error
+        raise OutputError(f"--out {path}: cannot be written: {error.strerror}. Choose another file.") from error
 
 
 def render(description: dict[str, Any]) -> str:

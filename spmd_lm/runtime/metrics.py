@@ -45,7 +45,7 @@ NONE_SAVED = -1  # status.json's saved_step before the first checkpoint
 
 def is_number(value: Any) -> bool:
     """True for a plausible value of a metric: finite, and small enough for a plot's axis."""
-    return isinstance(value, int | float) and abs(value) < 1e100
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def lower_is_better(figure: str) -> bool:

@@ -202,3 +202,8 @@ def test_only_shares_are_printed_as_percentages():
 )
 def test_words_of_a_name_say_which_value_is_better(figure, lower):
     assert metrics.lower_is_better(figure) == lower
+
+
+@pytest.mark.parametrize(("value", "plots"), [(1, True), (0.5, True), (True, False), (1e300, False), ("1", False)])
+def test_a_figure_is_a_number_for_an_axis(value, plots):
+    assert metrics.is_number(value) == plots
