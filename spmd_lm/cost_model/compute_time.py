@@ -23,7 +23,7 @@ class LayerSeconds(NamedTuple):
 
 
 def layer_seconds(config: RunConfig, plan: Plan, kernels: Kernels, *, weight_copies: int = 0) -> LayerSeconds:
-    """Mean seconds of the run's layers.
+    """Seconds of one layer on one microbatch, the mean of the run's layers.
 
     weight_copies: copies of a layer's weights each time that it runs: out of their stack, and packed for matmuls."""
     weights = plan.elements_per_device("blocks", gathered=True) / (config.model.unique_layers / plan.layout.pipe)

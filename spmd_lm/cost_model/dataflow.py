@@ -97,7 +97,7 @@ class Dataflow:
     outputs: its results.
     saved: values that forward saves, by the values that stand for them in backward.
     named: values that checkpoint_name has named.
-    arguments: the jaxpr's, or a device's shards of them."""
+    arguments: the jaxpr's, and a device's shards of them."""
 
     def __init__(self, closed: Any, roots: list[str], *, gradient: str):
         """roots: the name of each argument.  gradient: the one of these that backward begins with."""
@@ -277,7 +277,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def costliest(branches: Iterable[Any]) -> Any:
-    """The branch of a conditional that multiplies most; the last of equal ones, as platforms' branches are."""
+    """The branch of a conditional that multiplies most; of equal ones the last, platform_dependent's default."""
 
     def results(branch: Any) -> int:
         """Entries of its matmuls' results."""

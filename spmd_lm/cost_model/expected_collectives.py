@@ -228,7 +228,7 @@ _COLUMN = {"attention": ("query", "key", "value"), "mlp": ("up", "gate")}
 
 
 class _BranchRuns(NamedTuple):
-    """Reductions and gathers of one A by a device in a branch in a step, and how many of each backward repeats."""
+    """A device's reductions and gathers of one A in a branch, per step, and how many of each backward repeats."""
 
     reductions: float
     gathers: float
@@ -434,8 +434,8 @@ def _gradient_scatters(step: _Step) -> _Transfers:
 
 
 def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
-    """All-reduces of gradients, once per step: of all without ZeRO; with it of vectors, and of shards over replicas;
-    over `model` where each device has only its slice of a sequence."""
+    """All-reduces of gradients over their Plan.grad_reduce_axes, once per step: of all arrays without ZeRO; with it of
+    vectors, and of shards over other axes than `data`."""
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     for axes, sizes in sorted(plan.summed_gradients.items()):

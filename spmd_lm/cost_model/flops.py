@@ -29,7 +29,7 @@ def train_step(config: RunConfig, plan: Plan) -> float:
     """FLOPs of one step over the global batch, forward and backward.
 
     Backward has two matmuls for each of forward: the gradient of a matrix, if that is trained, and of its input, if
-    anything below is.  A stack counts whole if some of its layers are trained, and so do the head's matrices apart from
+    anything below is.  A stack counts whole if some of its layers are trained, and so do the head's matrices other than
     the table."""
     (forward, backward), (table, head) = _layers(config, plan), _head(config)
     gradients = table * trains_table(config, plan) + head * plan.trains("head")
@@ -75,7 +75,7 @@ class Peak(NamedTuple):
 
 
 def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | None:
-    """Peak matmul FLOP/s of `device` in `dtype`; None if unpublished.  simulated_devices: those that share the CPU."""
+    """Peak matmul FLOP/s of `device` in `dtype`; None if unknown.  simulated_devices: those that share the CPU."""
     if device.platform == "cpu":
         flops = _measured_flops(device, dtype) / simulated_devices
         return Peak(flops, f"a share of the CPU's measured matrix product in {dtype}")
@@ -89,7 +89,7 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
 
 
 class Utilization(NamedTuple):
-    """Model FLOPs of a job's step, and the peak of all its devices; None if unpublished."""
+    """Model FLOPs of a job's step, and the peak of all its devices; None if unknown."""
 
     model_flops: float
     peak: Peak | None

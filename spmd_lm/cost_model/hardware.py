@@ -112,7 +112,7 @@ class Hardware:
 
     peaks: dense FLOP/s by dtype; for float32 on a GPU those of tf32.
     source: source of the figures.
-    efficiency: share of the peak that audit assumes of matmuls.
+    efficiency: share of the peak that audit assumes of matmuls, on a GPU where `compiled` is None.
     on_chip: see hardware.yaml.
     host: bytes per second from or to the host's memory.
     kernel_overhead: seconds of each kernel besides its work; None for the software's."""

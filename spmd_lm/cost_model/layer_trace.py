@@ -39,7 +39,7 @@ PARAMS, X, GRADIENT, INDEX, BATCH = "parameters", "x", "gradient of y", "index o
 
 
 class Sent(NamedTuple):
-    """A collective of a layer.  elements: size of the gathered or unreduced array."""
+    """A collective of a layer.  elements: size of the gathered or unreduced array, for one row."""
 
     kind: str
     axes: tuple[str, ...]

@@ -13,7 +13,7 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     """Bytes by kind, of one device in one step, the mean over pipeline stages.
 
     Each saved value, logit and logit's gradient is written once and read once; a weight is read forward and backward
-    for each microbatch; its gradient is written, and with several microbatches added to their sum, else read; the
+    for each microbatch; its gradient is written, and with several microbatches or stages added to a sum, else read; the
     update reads and writes weight and moments, reads the gradient for its norm and for itself, and writes the weight in
     the compute dtype."""
     p, layout, microbatches = config.precision, plan.layout, config.parallel.microbatches

@@ -25,7 +25,7 @@ from spmd_lm.parallel.plan import Plan
 
 
 class CollectiveTime(NamedTuple):
-    """Seconds of all collectives of one expected row, in one step.  link: `link`, or `network` if they cross hosts."""
+    """Seconds of all collectives of an expected row in a step.  link: `link`, or `network` between hosts or slices."""
 
     row: ExpectedCollective
     link: str
@@ -74,8 +74,8 @@ class Software(NamedTuple):
 
 
 OURS = Software(0.9, (0.93, 0.47))
-"""An assumption: docs/cost-model.md.  The range is that of share x measured / predicted over the rows of
-benchmarks/published_times.yaml."""
+"""An assumption: docs/cost-model.md.  The range is that of share x measured rate / predicted rate over the rows
+of benchmarks/published_times.yaml."""
 SIMULATED = Software(1.0, (1.0, 1.0), idle_is_free=True, weight_copies=2)
 """Programs on simulated devices, which share one processor."""
 
@@ -168,7 +168,7 @@ def step_range(parts: dict[str, float], software: Software) -> dict[str, list[fl
 
 
 def _accumulation_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> float:
-    """Memory traffic of adding each microbatch's gradients to their sum, in float32 or wider."""
+    """Seconds to add each microbatch's gradients to their sum, float32 or wider; 0 for one microbatch and stage."""
     microbatches, p = config.parallel.microbatches, config.precision
     if microbatches == 1 and plan.layout.pipe == 1:
         return 0.0
@@ -201,8 +201,8 @@ def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware
 def _hidden(
     config: RunConfig, plan: Plan, rows: list[ExpectedCollective], seconds_of: list[float], compute: float
 ) -> list[float]:
-    """Seconds of each row that compute hides, while any is left, where prefetch, the schedule or a collective matmul
-    overlaps them."""
+    """Seconds of each row that the compute left over from earlier rows hides, where prefetch, the schedule or a
+    collective matmul overlaps them."""
     beside = {
         "messages": config.parallel.schedule != "breadth_first",
         "weights": bool(plan.prefetch) or plan.prefetch_chunks,
@@ -217,8 +217,8 @@ def _hidden(
 
 
 def _optimizer_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> float:
-    """Memory traffic of the update: it reads and writes weights and moments, reads gradients for their norm and for
-    the update, and writes the copy in the compute dtype."""
+    """Seconds of the update's memory traffic: it reads and writes weights and moments, reads gradients for their norm
+    and for the update, and writes the copy in the compute dtype."""
     p = config.precision
     state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params)
     per_parameter = state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)

@@ -1,4 +1,4 @@
-"""Gradients behind the token logits that backward computes when parameters are frozen."""
+"""Gradients of the token logits' table and input: those that backward computes when parameters are frozen."""
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan

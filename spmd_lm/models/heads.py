@@ -1,7 +1,7 @@
 """Heads, one per objective: everything after the last block, with logits and losses.
 
 h is [batch, sequence, width], the residual stream after the final norm.  A loss is a weighted sum over tokens or rows;
-the caller divides by the weight of the whole global batch: the mean does not depend on how the batch is split."""
+the caller divides the weights by the global batch's: the mean does not depend on how that is split."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class Head(HasMatrices):
         raise self._lacks("losses")
 
     def eval_sums(self, h: jax.Array, batch: Batch, rows: int) -> dict:
-        """Sums over microbatches and devices, from which metrics are computed.  For tokens, by loss: (its sum, the
+        """Addends of sums over microbatches and devices, the source of metrics.  For tokens, by loss: (its sum, the
         weight of correct predictions, the total weight).  For labelled examples: logits of all `rows` of a step."""
         raise self._lacks("eval_sums")
 
@@ -101,8 +101,8 @@ class CausalLMHead(Head):
         self.vocab, self.policy = init.c.vocab, policy._replace(softcap=init.c.logit_softcap)
 
     def unembedding(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Factors of the token logits, [batch, sequence, width] and [local vocab, width], and their bias [local vocab];
-        the vocabulary is padded."""
+        """Factors of the token logits, [batch, sequence, width] and [local vocab, width], and their bias [local vocab]
+        or None; the vocabulary is padded."""
         return h, self.tokens[...], None
 
     def losses(self, h, batch, weights, key):
@@ -138,8 +138,8 @@ class CausalLMHead(Head):
 
 
 class MaskedLMHead(CausalLMHead):
-    """BERT's two predictions (arXiv:1810.04805): masked tokens, through one more layer and the token table; and, from a
-    row's first token, whether its two segments are in order (arXiv:1909.11942)."""
+    """Predicts masked tokens, through one more layer and the token table (BERT, arXiv:1810.04805); with sentence_order
+    also, from a row's first token, whether its two segments are in order (ALBERT, arXiv:1909.11942)."""
 
     loss_name = "masked_lm"
 
@@ -188,7 +188,7 @@ class MaskedLMHead(CausalLMHead):
 
 
 class LabelHead(Head):
-    """One new matrix after the blocks, for labelled examples."""
+    """An output matrix for labelled examples, after the pooler if there is one."""
 
     def __init__(self, init: ParamInit, size: int, *, pooled: bool = True):
         super().__init__(init, pooled=pooled)

@@ -123,7 +123,7 @@ class LanguageModel:
         return names, shapes
 
     def init(self, seed: int) -> Params:
-        """Matrices N(0, 0.02), biases zero, norms one: a function of the seed alone."""
+        """Matrices N(0, 0.02), less where they end a branch, biases 0, norms neutral: a function of the seed alone."""
         with nnx.use_eager_sharding(False):
             return _to_params(nnx.state(self._modules(nnx.Rngs(jax.random.key(seed))), nnx.Param))
 
@@ -162,7 +162,7 @@ class LanguageModel:
 
     @functools.cached_property
     def matrices(self) -> dict[str, bool]:
-        """Matrices that may have adapters, by path in a block, as attention.query: True if multiplied transposed."""
+        """Matrices that may have adapters, by path in a block (attention.query): True if multiplied transposed."""
 
         def paths() -> None:
             blocks = (self.modules.block(ParamInit(c, nnx.Rngs(0), self.dtype)) for c in self.c.of_each_kind)
@@ -267,7 +267,7 @@ class LanguageModel:
         return BlockLinears(*map(linears_of, BlockLinears._fields))
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
-        """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
+        """jax.checkpoint.  CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
         return jax.checkpoint(f, prevent_cse=not self.scan_layers, **options)
 
     def _head(self, params: Params, x: jax.Array) -> tuple[Head, jax.Array]:
@@ -302,7 +302,7 @@ class LanguageModel:
         return head.logits(h, batch)
 
     def mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None = None) -> jax.Array:
-        """The sum of the objective's losses, each a mean over the batch, in nats, on the mesh of jax.set_mesh.
+        """The sum of the objective's losses, in nats, and auxiliary ones, means over the batch, on jax.set_mesh's mesh.
 
         params: in the compute dtype, laid out by their names.  batch: leaves [batch, ...].  dropout: a seed and the
         step, integers, which determine the masks; None for none.  Raises LayoutError if a parameter or the batch is not
@@ -323,7 +323,7 @@ class LanguageModel:
         return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
-        """Checks global arrays.  Raises LayoutError for those that would compute something else."""
+        """Checks global arrays.  Raises LayoutError for those, and for settings, that a user's own mesh cannot run."""
         names = jax.tree.map(sharded_names, self.names, is_leaf=is_dim_names)
         params = checked(params, names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
@@ -342,7 +342,7 @@ class LanguageModel:
         return params, batch
 
     def forward(self, params: Params, batch: Batch, gather: Gather = _identity) -> dict[str, jax.Array]:
-        """Logits of a batch [batch, time], by what the head predicts.  Checks layouts as `mean_loss` does."""
+        """Logits of a batch [batch, time], by what the head predicts.  Checks global arrays as `mean_loss` does."""
         if is_explicit():
             params, batch = self._checked(params, batch)
         x = self._embed_gathered(params, ModelInput(batch))
@@ -350,7 +350,7 @@ class LanguageModel:
         return self._run_gathered(self.logits, self.head_params, params, x, batch)
 
     def _with_gathered(self, f: Callable, names: Params, **how: bool) -> Callable:
-        """f(params, x, *inputs) for parameters with these names, sharded as the rules say for between uses."""
+        """f(params, x, *inputs), which also gathers the parameters, of these names, that rules shard between uses."""
         rules = axis_rules()
         return f if rules is None or rules.with_gathered is None else rules.with_gathered(f, names, **how)
 
@@ -365,7 +365,7 @@ class LanguageModel:
         return self._run_gathered(embed, self.embed_params, params, None, model_input)
 
     def _gathering(self, blocks: tuple[BlockFn, ...], in_loop: bool) -> tuple[BlockFn, ...]:
-        """Blocks, each of which gathers its own parameters."""
+        """Blocks, each of which gathers its own parameters if the rules shard them between their uses."""
         names = jax.tree.map(lambda names: names[1:], self.names["blocks"], is_leaf=is_dim_names)
         return tuple(
             self._with_gathered(block, of_layer, regather=True, prevent_cse=not in_loop)

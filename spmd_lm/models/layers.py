@@ -55,7 +55,7 @@ class ParamInit(NamedTuple):
         return self.vector(0, size, name) if self.c.has_bias(where) else None
 
     def linear(self, size: int, name: str, where: Bias | None = None) -> tuple[nnx.Param, nnx.Param | None]:
-        """A matrix [width, size] and its bias."""
+        """A matrix [width, size] and its bias or None."""
         return self.matrix(size, name), self.bias(size, name, where)
 
 

@@ -21,7 +21,7 @@ from spmd_lm.own_module import load_object
 
 class ModelModules(NamedTuple):
     """embedding: called with a ParamInit.
-    block: called with one whose Model has layers of one kind.
+    block: called with a ParamInit whose Model has layers of one kind.
     head: called with a ParamInit and a LogitsPolicy; None for the objective's."""
 
     embedding: Callable[[ParamInit], nnx.Module] = Embedding
@@ -114,7 +114,7 @@ def as_modules(given: Any, where: str) -> ModelModules:
 
 def modules_of_model(c: Model, objective: Objective, given: Any = None) -> ModelModules:
     """The modules of a model, its user's or this package's.  given: the user's, where c.module names none.  Raises
-    ConfigError for anything but a module, and for a head in both sections."""
+    ConfigError for anything but a module, and for one that is given twice."""
     if c.module and given is not None:
         raise ConfigError(f"model={_name(given)} was given, and model.module={c.module} too. Give one of them.")
     where = f"model.module={c.module}" if c.module else "Program(model=...)"

@@ -6,7 +6,7 @@ doi:10.1145/3567955.3567959).  Shards and sums travel in both directions, half o
 shard, the same bytes as the collective.  Where the sequence is not sharded, Megatron's all-reduce becomes such a
 reduce-scatter, then an all-gather that nothing hides.
 
-Shards arrive in a different order on each device: its own, then that of the device after it, and so on round the ring.
+Shards lie in a different order on each device: its own, then that of the device after it, and so on round the ring.
 Layers that treat every token alike may leave them so (`ordered` is false), which saves a copy.
 
 In bfloat16 a sum is rounded on each device that it passes through."""
@@ -32,7 +32,7 @@ TIME = 1  # the dimension of the sequence
 def all_gather_matmul(x: Array, weights: tuple[Array, ...], name: str, ordered: bool) -> list[Array]:
     """Megatron's f and the linears after it: all-gathers the residual stream x [batch, sequence, width] and multiplies
     it by each of `weights` [width, other], sharded along `name`: [batch, time, other] each.  ordered: if false, tokens
-    stay in order of arrival (see above)."""
+    stay in the ring's order (see above)."""
     return _gather_and_multiply(x, weights, name, ordered)[1]
 
 

@@ -38,8 +38,8 @@ def compute_first(keys: tuple[Array, Array]) -> tuple[Array, Array]:
 def saved_statistics(statistics: list) -> list:
     """A norm's statistics in backward.
 
-    A GPU's compiler would compute them again, and write h for the matmul that follows.  A barrier there prevents that.
-    tests/models/test_layers.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
+    A GPU's compiler would compute them again, and write the normalized x for the matmul that follows.  A barrier there
+    prevents that.  tests/models/test_layers.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
     return lax.platform_dependent(statistics, cuda=lax.optimization_barrier, default=list)
 
 
@@ -70,8 +70,8 @@ def as_row_major(x: Array) -> Array:
 def plain_reduce_scatter(x: Array, axes: Sequence[str], dim: int, row_major: bool) -> Array:
     """Reduce-scatters x along `dim` over mesh axes, one after the other.
 
-    A TPU's compiler makes a full all-reduce of one over several dimensions of the torus at once, of an array with
-    dimensions of size one, which are squeezed out here, or along the minor dimension in memory.  It also pads most
+    A TPU's compiler makes a full all-reduce of it over several dimensions of the torus at once, along the minor
+    dimension in memory, or with dimensions of size one, which are squeezed out here.  It also pads most
     arrays along their first dimension, but few of those whose first dimension is twice the number of devices
     (`padded_columns`): hence the reshape.  A shard of an odd number of rows gives each device one row instead of two,
     and some topologies pad that.  tests/planning/test_audit.py sees it."""

@@ -2,8 +2,8 @@
 in the forward pass.
 
 The vocabulary may be sharded.  Then devices exchange a maximum, a normalizer and the target's logit per token, and the
-input's gradient, but no other logits (arXiv:1909.08053, section 3).  Logits are float32 or wider whatever the matrices
-are.  Rows of the table from `vocab` on are padding: they get no probability and no gradient.
+input's gradient, but no other logits (arXiv:1909.08053, section 3).  Logits are float32 or wider, though
+LogitsPolicy may round them.  Rows of the table from `vocab` on are padding: they get no probability and no gradient.
 
 Shapes: N tokens of one chunk, V local rows of the table, W width."""
 
@@ -39,8 +39,8 @@ loses time to short matmuls."""
 
 class LogitsPolicy(NamedTuple):
     """Dtypes and chunks of logits in a step.  accum_dtype: sums the chunks' gradients of table and bias, unless theirs
-    is wider.  compute: whether matmuls write logits in the compute dtype; everything else is float32 or wider.  tokens:
-    per chunk; None for what fits into CHUNK_BYTES.  softcap: cap of the logits, or None."""
+    is wider.  compute: whether matmuls write logits in the compute dtype; softmax is float32 or wider all the same.
+    tokens: per chunk; None for what fits into CHUNK_BYTES.  softcap: cap of the logits, or None."""
 
     accum_dtype: str = "float32"
     compute: bool = False

@@ -45,7 +45,7 @@ def dense(x: jax.Array, w: jax.Array, transpose: bool = False, columns: Columns 
     """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  columns: selects
     some of w's; None for all.
 
-    All matmuls of blocks and heads go through here, except those with the token table."""
+    All matmuls with weights go through here, except those with the token table and with quantized matrices."""
     w = w if columns is None else columns(w)
     return contract(x, w, (x.ndim - 1,), (int(transpose),))
 

@@ -90,7 +90,7 @@ def _join(x: Array, dim: int) -> Array:
 
 
 def encode(kind: Coding, w: Array, transposed: bool) -> dict[str, Array]:
-    """Quantizes w [.., width, other] to arrays by name: codes, absmax and, for nf4-double, nested_absmax and offset."""
+    """Quantizes w [..., width, other] to arrays by name: codes, absmax and, if nf4-double, nested_absmax and offset."""
     w, dim = w.astype(jnp.float32), w.ndim - (1 if transposed else 2)
     if kind == "int8":
         absmax = jnp.abs(w).max(dim)

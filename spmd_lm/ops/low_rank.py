@@ -40,7 +40,7 @@ class InputDropout:
 @dataclasses.dataclass(frozen=True)
 class LowRankSum:
     """matrix [width, other] + scaling x a x b.  a: multiplies inputs, [width, rank].  b: multiplies the result, [rank,
-    other].  transposed: whether the matrix is multiplied transposed; then a is [rank, other], b [width, rank].
+    other].  transposed: whether the matrix is multiplied transposed; then b x a is added: [width, rank] [rank, other].
 
     The factor with the dimension `other` is sharded as the matrix is.  This adds no collective: the low-rank product is
     sharded, or a partial sum, as the matrix's own is, and is added to it."""

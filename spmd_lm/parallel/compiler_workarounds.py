@@ -68,7 +68,7 @@ def map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]
     """lax.map(f, stacks), where each result fits into its argument.
 
     lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
-    of the step.  So they are written into a slice of each stack.  tests/planning/test_audit.py sees the peak."""
+    of the step.  Here results are written into a slice of each stack.  tests/planning/test_audit.py sees the peak."""
     results = jax.eval_shape(f, [stack[0] for stack in stacks])
     layers = stacks[0].shape[0]
     slices = [
@@ -84,10 +84,10 @@ def map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array]
 
 
 def after(first: Array | None, x: Array) -> Array:
-    """x, once `first` is computed; NaN if an element of that is not finite, so that no compiler removes the dependence.
+    """x, once `first` is computed; NaN if the first entry of that is not finite: no compiler removes the dependence.
 
-    On a CPU nothing else orders a collective and a loop with others over the same devices: they meet in one rendezvous,
-    and XLA aborts (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
+    On a CPU nothing else orders collectives in a loop and outside of it, over the same devices: they meet in one
+    rendezvous, and XLA aborts (jaxlib 0.10.2: 4 of 5 runs of ZeRO-1 over 8 devices)."""
     return x if first is None else x + 0 * first[(0,) * first.ndim].astype(x.dtype)
 
 
@@ -124,5 +124,5 @@ def update_if(predicate: Array, update: Callable[[Updated], Updated], value: Upd
 
 
 def as_loop_reads(stacks: Tree, platform: str) -> Tree:
-    """Stacks of gradients, laid out as the loop that scatters them reads them: a TPU's compiler would copy them all."""
+    """Stacks of gradients; for a TPU, whose compiler would copy them, laid out as the loop that scatters reads them."""
     return jax.tree.map(as_row_major, stacks) if platform == "tpu" else stacks

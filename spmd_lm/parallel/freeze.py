@@ -18,7 +18,7 @@ MAX_UNMATCHED = 3
 
 
 def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree, trainable: Collection[str] | None = None) -> Tree:
-    """Bools, True for frozen parameters; for a stack [layers], if there are patterns.
+    """A tree of bools, True for frozen parameters: one per array, or, if there are patterns, one per layer of a stack.
 
     patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
     blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  trainable:

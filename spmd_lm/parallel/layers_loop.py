@@ -152,7 +152,7 @@ class LayersLoop:
 
 
 def unstack_matrices(stacks: Tree) -> Tree:
-    """Splits each stack of matrices into a list.  Vectors stay stacked: each alone would need kernels to be summed."""
+    """Splits each stack of matrices into a list.  Vectors stay stacked: apart they would take more kernels to sum."""
     return jax.tree.map(lambda stack: _split(stack) if stack.ndim > 2 else stack, stacks)
 
 

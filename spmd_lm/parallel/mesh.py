@@ -87,7 +87,7 @@ def domains_of_model(mesh: Mesh) -> int:
 
 
 def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The most such domains that one group of devices along these mesh axes spans."""
+    """The most fast-link domains that one group of devices along these mesh axes spans."""
     last = range(-len(axes), 0)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], list(last))
     groups = devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
@@ -138,7 +138,7 @@ def _domain(device: Any) -> int:
 
 
 def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[_AxisSizes, np.ndarray]:
-    """(sizes, array of devices in the order of OUTERMOST_FIRST): the first candidate that fits the torus."""
+    """(sizes, devices in the order of OUTERMOST_FIRST): the first candidate that fits the torus; else by id."""
     from jax.experimental import mesh_utils
 
     slices = len(set(map(_domain, devices)))
@@ -158,8 +158,8 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
 
 
 def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
-    """Candidates, best first.  `data` is two axes where it is longer than any dimension of the torus.  `model` is two
-    where it is all of a slice: over one axis its reduce-scatter compiles to an all-reduce."""
+    """Candidates, best first: with `data` as two axes where it is longer than any dimension of the torus, with `model`
+    as two where it is all of a slice, because over one axis its reduce-scatter compiles to an all-reduce."""
     coords = np.array([d.coords for d in devices])
     torus = {int(n) for n in coords.max(0) - coords.min(0) + 1}
     flat = _axis_sizes(layout)

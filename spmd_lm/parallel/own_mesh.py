@@ -62,7 +62,7 @@ def _table_problems(mesh: AbstractMesh, table: Table) -> Iterator[str]:
 
 def param_shardings(names: Tree, shapes: Tree, own_names: Collection[str] = ()) -> Tree:
     """NamedShardings of parameters with these names and shapes, on jax.set_mesh's mesh by the rules of this context.
-    own_names: the model's dimensions beside SHARDABLE.
+    own_names: dimensions that a user's modules name.
 
     Raises LayoutError without a mesh or rules, for rules of names that the model does not have, and for sizes that the
     mesh does not divide."""

@@ -69,8 +69,8 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 
 
 class Parameter(NamedTuple):
-    """One array of the parameters.  path: its keys in the tree.  names: its dimensions'.  sharded_names: the same as
-    ZeRO shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and
+    """One array of the parameters.  path: its keys in the tree.  names: its dimensions'.  sharded_names: those
+    under ZeRO, between steps.  shape: padded.  elements, gathered_elements: number on one device between steps, and
     gathered over `data`.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between
     steps.  coded: whether it is an array of a quantized matrix, which is used in its own dtype."""
 
@@ -98,7 +98,7 @@ class Plan:
       with n layers per chunk.
     partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
     run_idle_stages: whether idle pipeline stages compute too, and discard the result.
-    prefetch: keys of the modules of a layer whose weights ZeRO gathers while the layer before it runs.
+    prefetch: keys of a layer's modules, or a period's layers, whose weights ZeRO gathers while the one before it runs.
     prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one before it runs.
     collective_matmul: keys of the branches of a layer whose linears overlap with their collectives.
     scan: whether layers run in a scan, in training.
@@ -161,7 +161,7 @@ class Plan:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis of the mesh; `data` and `model` may be several of them."""
+        """Devices along each axis of the mesh; `data` and `model` may be several axes."""
         return dict(self.mesh.shape)
 
     @functools.cached_property
@@ -207,7 +207,7 @@ class Plan:
 
     @remembered
     def bytes_per_device(self, dtype: str | None, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """Bytes of `elements_per_device` in this dtype, except for quantized matrices; None: as between steps."""
+        """Bytes of `elements_per_device` in this dtype; in their own if it is None, and for quantized matrices."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum(
@@ -251,7 +251,7 @@ class Plan:
         return subset_of(tree, self._trained_names)
 
     def with_frozen(self, dtype: str) -> "Plan":
-        """The plan with frozen parameters in this dtype between steps, except for quantized ones."""
+        """The plan with untrained parameters in this dtype between steps, except for quantized ones."""
 
         def retyped(path: tuple, frozen: np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return leaf.update(dtype=jnp.dtype(dtype)) if frozen.all() and path[-1].key not in CODED else leaf
@@ -260,7 +260,7 @@ class Plan:
         return dataclasses.replace(self, shapes=shapes)
 
     def untrained(self, tree: Tree) -> Tree:
-        """The frozen leaves of a tree like the parameters."""
+        """The untrained parameters' leaves of a tree like the parameters."""
         return exclude(tree, self._trained_names)
 
     @functools.cached_property
@@ -408,7 +408,7 @@ class Plan:
 
     @jax.named_scope("scalars")
     def psum_batch(self, x: Tree) -> Tree:
-        """The sum over everything that divides the batch's tokens."""
+        """The sum over the axes that divide the batch."""
         return psum_axes(x, self.active_axes(*TOKEN_AXES))
 
     @jax.named_scope("scalars")
@@ -511,16 +511,16 @@ class Plan:
         """The axes over which a parameter's gradient is still to be summed after the scatter: those along which devices
         have seen different tokens or layers, except those that shard the parameter.
 
-        Both the first and the last stage use the embedding and the head.  Where the sequence is sharded, a device along
-        `model` has seen only its shard of it; and it has used parameters that heads share, and the unsharded factor of
-        a low-rank matrix, for its own shards alone."""
+        Only the first stage uses the embedding, and only the last the head.  A device along `model` has seen only its
+        shard of a sharded sequence; and it has used parameters that heads share, and the unsharded factor of a low-rank
+        matrix, for its own shards alone."""
         seen_in_part = self.sequence or not set(USED_IN_PART).isdisjoint(names)
         partial_over = self.active_axes(PIPE, *TOKEN_AXES, *((MODEL,) if seen_in_part else ()))
         return tuple(axis for axis in partial_over if axis not in self.param_axes(names))
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:
-        """Sums gradients over their `grad_reduce_axes`: one all-reduce for each set of axes."""
+        """Sums gradients over their `grad_reduce_axes`: one psum for each set of axes."""
         leaves, treedef = jax.tree.flatten(grads)
         leaf_names = jax.tree.leaves(subset_of(names, grads), is_leaf=is_dim_names)
         reduce_axes = [self.grad_reduce_axes(leaf) for leaf in leaf_names]

@@ -41,10 +41,10 @@ class Saved(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PrefetchedLayers:
     """block(weights, x, microbatch, index) -> (x, losses): a layer.  Stacks have at least two.
-    gather: makes weights of some of a layer's shards.
-    scatter: makes the shards' gradients of such weights' gradients.
+    gather: some of a layer's shards -> their weights.
+    scatter: gradients of such weights -> those of their shards.
     trained: selects the weights that have gradients.
-    keys: the modules of a layer, a dict, that are prefetched.
+    keys: entries of a layer, a dict, that are prefetched.
     allocated: whether residuals go into uninitialized arrays."""
 
     block: BlockFn
@@ -90,7 +90,7 @@ class PrefetchedLayers:
     def forward(
         self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int, *, save: bool = True
     ) -> tuple[tuple[Array, Losses], Saved | None]:
-        """(x through all layers, the sum of their losses), and residuals for `backward`; None without `save`."""
+        """((x after all layers, the sum of their losses), residuals for `backward` or, without `save`, None)."""
         stacks, last = self._split(shards), _layers(shards) - 1
 
         def layer(x: Array, prefetched: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
@@ -121,7 +121,7 @@ class PrefetchedLayers:
     def backward(
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
     ) -> tuple[Tree, Array]:
-        """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
+        """(gradients of the shards, written into `grads`; gradient of x), given g, that of `forward`'s result."""
         # Gathers again the weights and activations that forward gathered outside of its loop.  Two barriers: one alone
         # exposes scatters on a TPU (benchmarks/overlap.py; docs/compilers.md).
         shards, (d_x, d_losses) = run_again(shards, g)
@@ -132,7 +132,7 @@ class PrefetchedLayers:
             return self.gather(index_layer(stacks.prefetched, i))
 
         def layer(d_x: Array, prefetched: Tree, i: Array | int, vjp: Callable) -> tuple[PrefetchSplit, Array]:
-            """Gradients: those of what is prefetched, unsharded; the rest, scattered; and the input's."""
+            """Gradients of the weights, unsharded if prefetched, otherwise scattered; and of the input."""
             d_weights, d_x = vjp(prefetched | self.gather(index_layer(stacks.rest, i)))((d_x, d_losses))
             d = self._split(d_weights)
             return d._replace(rest=self.scatter(d.rest)), d_x

@@ -1,7 +1,7 @@
 """The rule tables: which mesh axes shard each named dimension, of activations and of the state kept between steps.
 
-Each kind of parallelism is a few rows.  A table lists every name; another name is an error, not an unsharded
-dimension."""
+Each kind of parallelism is a few rows.  PARAMETERS and activation_rules list every name; another name is an error, not
+an unsharded dimension."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ NAMES = ("batch", TIME, SEQUENCE, *ZERO_DIMS.values(), *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "kv_heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of each branch becomes column-parallel and the
-second row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): matrices that begin a branch become column-parallel, the one that
+ends it row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
 all-reduce per branch forward, one backward."""
 
 SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
@@ -32,8 +32,8 @@ sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce:
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
 USED_IN_PART = ("kv_heads", "head_width", "rank")
-"""Names of parameters that a device uses for its own shards alone, even where it holds all of them: those that heads
-share, and the unsharded factor of a low-rank matrix."""
+"""Dimensions of parameters that a device uses for its own shards alone, even where it holds all of them: those that
+heads share, and the unsharded factor of a low-rank matrix."""
 
 ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES)
 """ZeRO (arXiv:1910.02054): the names that `sharded_names` gives to one dimension of every matrix."""

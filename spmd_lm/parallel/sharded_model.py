@@ -1,7 +1,7 @@
 """A model's functions, bound to one step's weights, sharded or gathered.
 
 The model comes as plain functions of plain dicts, so that nothing here knows what a layer is.  `Plan.zero` says when
-weights are gathered and gradients scattered: around everything, or layer by layer."""
+weights are gathered and gradients scattered: once per step, chunk by chunk, or layer by layer."""
 
 import dataclasses
 import functools
@@ -30,9 +30,9 @@ class ModelFns:
     last_blocks: for a truncated last period, outside of a loop.
     head(params, x, microbatch) -> losses by name, in training each already divided by the total loss weight of the
     global batch: they and gradients are summed over microbatches and TOKEN_AXES, never averaged;
-    LanguageModel.eval_sums in evaluation.
-    embed_params, head_params: subtrees that embed and head read, of a tree of (some) parameters; a tied table is in
-    both.
+    in evaluation see make_eval_step.
+    embed_params, head_params: take the subtrees that embed and head read from a tree of (some) parameters; a tied table
+    is in both.
     loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
@@ -61,8 +61,8 @@ def join_params(params: SplitParams) -> Tree:
 
 
 def _unstacked(fns: ModelFns, plan: Plan, weights: SplitParams) -> SplitParams:
-    """Unstacks the matrices of unrolled layers.  Otherwise a GPU would, for every microbatch, copy each out of its
-    stack, and add the stack's gradient in a pass of its own, not in the matmul.  Stages of a pipeline index stacks."""
+    """Unstacks the matrices of unrolled layers, except in pipelines, whose stages index stacks.  Otherwise a GPU would,
+    for every microbatch, copy each out of its stack, and add the stack's gradient apart from the matmul."""
     unstacks = fns.loop.unstacks and plan.layout.pipe == 1
     return weights._replace(blocks=unstack_matrices(weights.blocks)) if unstacks else weights
 
@@ -111,7 +111,7 @@ class ShardedModel:
         return dataclasses.replace(self, grad_argument=grad_argument)
 
     def chunk(self, first: Array, layers: int) -> Self:
-        """Restricts the model to `layers` layers from `first` on."""
+        """Restricts the model to `layers` entries of its stack, layers or periods, from `first` on."""
 
         def slice_blocks(params: SplitParams) -> SplitParams:
             chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), params.blocks)
@@ -204,7 +204,7 @@ class ShardedModel:
         return self.plan.gather(cast(shards, self.compute_dtype), names)
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
-        """Unsharded gradients, summed over `data` onto the shards."""
+        """Plan.scatter in the reduce dtype."""
         return self.plan.scatter(grads, names, self.reduce_dtype)
 
     def _stacks(self) -> Stacks:
@@ -215,8 +215,8 @@ class ShardedModel:
         return (trained, frozen) if jax.tree.leaves(frozen) else (trained,)
 
     def _block(self, *, cut_short: bool = False) -> BlockFn:
-        """A layer, or the layers of a period, each gathering its own weights.  cut_short: those of the truncated last
-        period."""
+        """A layer, or the layers of a period; where backward scatters, each scatters its own gradients, and gathers
+        weights that are not gathered yet.  cut_short: those of the truncated last period."""
         fns, in_loop = self.fns, self.fns.loop.scan and not cut_short
 
         def with_weights(block: BlockFn, names: Tree) -> BlockFn:
@@ -261,7 +261,7 @@ class ShardedModel:
         return self.plan.psum_gradients(reduced, names)
 
     def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """(parameters with the layers of all stages, gather), where `gather` gathers one layer of the stack."""
+        """(parameters with the layers of all stages, gather); gather: a layer or period of the stack -> its weights."""
         on_use = self.gathered.blocks is None
         blocks = self.plan.gather_layers(self.shards.blocks if on_use else self.gathered.blocks)
         gather = functools.partial(self.gather, names=self.layer_names) if on_use else lambda layer: layer

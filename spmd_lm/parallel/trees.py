@@ -20,7 +20,7 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
 
 
 def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:
-    """A tree like `like`, from those of `leaves`, by path, that it needs."""
+    """A tree like `like`, whose leaves are taken from `leaves` by their paths."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
 
 

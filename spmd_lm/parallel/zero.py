@@ -56,12 +56,12 @@ class ZeroPolicy:
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if layers are gathered each time that they, or their chunk, run; otherwise once, and all are held."""
+        """True if layers are gathered each time that they, or their chunk, run; otherwise all are held."""
         return self.gather_per in ("chunk", "layer")
 
     @property
     def scatters_in_backward(self) -> bool:
-        """True if gradients are scattered as backward computes them; otherwise once, at the end of the step."""
+        """True if gradients are scattered as backward computes them; otherwise at the end of the step, if at all."""
         return self.scatter_per in ("chunk", "layer")
 
 
@@ -113,13 +113,13 @@ def scatter(
     *,
     in_order: bool,
 ) -> Tree:
-    """Reduce-scatters unsharded gradients over ZeRO's axes, in `dtype`, onto the shard that each device owns.
+    """Reduce-scatters unsharded gradients over ZeRO's axes, in `dtype`, onto each device's own shard; casts the others.
     padded_shape(names, shape): the shape to which a gradient [width, ...] is padded before it is sent.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
-    layer by layer.  All stacks in one loop: a CPU runs independent loops at the same time, and collectives over the
-    same devices meet in one rendezvous.
+    layer by layer.  Stacks of one length share a loop: a CPU runs independent loops at the same time, and collectives
+    over the same devices meet in one rendezvous.
 
     in_order: make each scatter wait for the one before it, as a CPU needs (`after`).  Elsewhere that would expose them
     (docs/adr/0024)."""
@@ -169,7 +169,7 @@ def with_gathered_weights(
     The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
     weights only the shards are saved, and of f's other residuals those that its own remat saves.  Backward scatters the
     weights' gradients.  A custom_vjp must return these as gradients of an argument: hence the dummies `grad_dummies`,
-    zeros with the shapes of the trained shards, in `scatter`'s dtype, which are never read.  `shards` and `gathered`
+    zeros with the shapes of the trained shards, in `scatter`'s dtype, never read.  `shards` and `gathered`
     have no gradients.  differentiate_x: whether x has one: jax does not tell a custom_vjp if it is used.  prevent_cse:
     keep XLA from merging the second gather with the first, which would hold the weights in between.  It does not merge
     across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before backward

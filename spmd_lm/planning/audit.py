@@ -63,7 +63,7 @@ class AuditedStep(NamedTuple):
 
 def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
     """Collectives and memory of the step of `config`, compiled for `topology` or this machine's devices, beside the
-    expected ones; its exposed communication, None for a CPU; its memory traffic, None except for a GPU.
+    expected ones; its exposed communication, and on a GPU its memory traffic, None where speeds are unknown.
 
     hlo: a file for the program's text.  Raises ConfigError or LayoutError if the step cannot be compiled, OutputError
     if the file cannot be written."""
@@ -249,7 +249,7 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """Compiled and expected bytes for each kind and set of axes; rounded ones count twice.
 
-    simulated: bfloat16 counts twice, and repeated collectives may be missing.
+    simulated: whether expected bfloat16 counts twice, and repeated collectives may be missing.
     optional: scopes whose collectives may be missing, merged with those of the user's modules."""
     sent, most, least = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for c in found:
@@ -358,7 +358,7 @@ def _render_differences(differences: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _render_memory(m: dict[str, Any]) -> str:
-    """The compiler's figures.  Some compilers give a peak alone; a CPU's excludes temporaries, and is not shown."""
+    """The compiler's figures.  Some compilers give no temporaries; a CPU's peak excludes them, and is not shown."""
     arguments, temporaries, total, peak = (
         format_bytes(m[key]) for key in ("arguments", "temporaries", "total", "peak")
     )

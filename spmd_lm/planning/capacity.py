@@ -11,7 +11,7 @@ class Capacity(NamedTuple):
     """Bytes of a device.
 
     usable: bytes that a run may take.
-    larger: bytes that it may take with `setting`, an environment variable by which jax allocates more; '' if none."""
+    larger: bytes that it may take with `setting`, an environment variable's NAME=value; '' if jax allocates no more."""
 
     device: float
     usable: float

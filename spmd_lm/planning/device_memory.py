@@ -1,6 +1,6 @@
 """Traffic of a GPU's memory in a compiled step, the least that it needs, and assumed speeds of kernels.
 
-GPUs alone: a TPU's compiler keeps arrays on the chip, and a CPU's caches are unknown."""
+Traffic of GPUs alone: a TPU's compiler keeps arrays on the chip, and a CPU's caches are unknown."""
 
 from collections.abc import Iterator
 from typing import Any

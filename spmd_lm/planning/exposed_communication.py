@@ -1,4 +1,4 @@
-"""Exposed communication of a compiled step, on hardware whose speeds are in hardware.yaml: modelled, not measured."""
+"""Exposed communication of a compiled step, on hardware whose speeds are known: modelled, not measured."""
 
 import functools
 import math
@@ -28,8 +28,8 @@ NOT_MODELLED = (
 def exposed_communication(
     module: HloModule, mesh: Mesh, shares: Shares | None, hardware: Hardware | None = None
 ) -> dict[str, Any] | None:
-    """The result of `walk_schedule`, and {assumptions}, for a step on this mesh; None for a CPU, or a device or network
-    of unknown speed.  hardware: default the published table's."""
+    """The result of `walk_schedule`, and {assumptions}, for a step on this mesh; None if the speed of device or network
+    is unknown.  hardware: default the published table's."""
     hardware = hardware or find_hardware(mesh.devices.flat[0].device_kind)
     if not hardware or not hardware.links or not hardware.memory or not hardware.efficiency:
         return None

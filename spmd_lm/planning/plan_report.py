@@ -43,8 +43,8 @@ def plan_on(config: RunConfig, topology: Topology) -> Plan:
 
 
 def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | None = None) -> dict[str, Any]:
-    """A plan as plain data, by default that of `topology`, or of the run's devices.  Raises ConfigError for an
-    optim.freeze that matches no parameter."""
+    """The plan of `topology`, else `plan`, else that of the run's devices, as plain data.  Raises LayoutError if none
+    is possible, ConfigError for an optim.freeze that matches no parameter."""
     plan = plan_on(config, topology) if topology else plan or _plan_of_run(config)
     m, layout, table = config.model, plan.layout, memory.table(config, plan)
     parameters, own = _describe_parameters(config, plan), bool(m.module or config.objective.module)
@@ -95,7 +95,7 @@ def parameter_count(plan: Plan) -> int:
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
-    """Usable and total bytes of a device that is named or a GPU, and the setting with which `needed` bytes fit."""
+    """Usable and total bytes of a topology's device or a GPU, the setting with which `needed` bytes fit; or None."""
     known = find_hardware(plan.device_kind) if topology or plan.platform == "gpu" else None
     capacity = capacity_of(known, plan.platform)
     return {
@@ -164,7 +164,7 @@ def _describe_period(layers: dict[str, Any]) -> str:
 
 
 def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schedule, drawn, the memory of each stage, and the options for ZeRO-3."""
+    """The schedule, drawn, the activations of each stage, and the options for ZeRO-3."""
     p = config.parallel
     schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
     stream = stream_bytes(config, plan)

@@ -184,7 +184,7 @@ def with_costs(found: dict[str, Any], price: float | None, tokens: float | None)
 
 
 def cached(directory: Path | None, config: RunConfig, target: Target, make: Callable[[], dict[str, Any]]) -> dict:
-    """The stored preflight of this configuration and versions of compilers, or a new one, which is stored."""
+    """The stored preflight of this configuration, target and compilers' versions; or a new one, which is stored."""
     if directory is None:
         return make()
     cache, key = VerifiedCache(directory), _digest(config, target)

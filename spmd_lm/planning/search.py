@@ -88,7 +88,7 @@ class Search:
     """A search's result.
 
     layouts: all legal ones, fitting or not.
-    rejected: counts by reason."""
+    rejected: counts by reason; `does not fit` counts legal ones."""
 
     targets: Sequence[Target]
     layouts: list[CostedLayout]

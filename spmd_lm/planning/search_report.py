@@ -22,10 +22,10 @@ MOST_COMPILED = 8
 
 
 def confirmed_best(search: Search, top: int, audit: Audit) -> tuple[CostedLayout, list[dict[str, Any]], str | None]:
-    """(the fastest layout, what was compiled, why nothing was).
+    """(the fastest layout, what was compiled, why nothing could be; None otherwise).
 
-    `audit` compiles the fastest layout of each mesh and ZeRO stage, in order, until `top` of them fit: the first of
-    these is the fastest.  Raises ConfigError if no layout fits by its prediction."""
+    `audit` compiles the fastest of each topology, mesh and ZeRO stage, at most MOST_COMPILED, until `top` fit: the
+    first of these is the fastest; if none does, the predicted one.  Raises ConfigError if no prediction fits."""
     best, compiled, fitting = search.fastest(), [], list[CostedLayout]()
     missing = [why for target in search.targets if (why := target.topology.lacks_compiler)]
     if missing and top:
@@ -78,7 +78,7 @@ def describe_remedy(search: Search) -> dict[str, Any] | None:
 
 
 def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]:
-    """Fastest layouts on the same hardware, each with one choice changed, and their loss; the smallest if none fits."""
+    """For each choice of `best` its hardware's fastest layout without it, and the loss; the smallest if none fits."""
     same = [layout for layout in search.layouts if layout.target == best.target]
     for key, chosen in best.overrides.items():
         others = [layout for layout in same if layout.overrides[key] != chosen]

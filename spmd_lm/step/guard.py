@@ -1,9 +1,9 @@
-"""Steps that change nothing but their number: those whose loss or gradients are not finite, those that train.guard
-excludes and, if it watches for them, spikes of the loss.
+"""Skipped steps: those whose loss or gradients are not finite, those of train.guard.exclude and, with
+train.guard.spikes, spikes of the loss.
 
-The parameters and the optimizer, its count included, stay as they are, bit for bit; the data advances, and so does a
-dynamic loss scale.  A step whose gradients overflow under such a scale is skipped in the same way, but its skip_reason
-stays 0: step/loss_scale.py counts it.
+Parameters and optimizer state, its count included, stay as they are, bit for bit; the step number, the data and a
+dynamic loss scale advance.  A step whose gradients overflow under such a scale is skipped in the same way, with
+skip_reason 0: step/loss_scale.py counts it.
 
 A spike is a loss whose robust z-score among the last WINDOW losses, (loss - median) / (1.4826 * MAD) with the median
 absolute deviation MAD, is above SPIKE (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993)."""
@@ -39,7 +39,7 @@ class LossWindow:
     count: Any  # int32: number of entries, the last ones, that are losses
 
     def known(self) -> jax.Array:
-        """The losses, NaN where there are none yet; not so in `losses`, because what is saved must be finite."""
+        """The losses, NaN where there are none yet; `losses` has zeros there, because what is saved must be finite."""
         return jnp.where(jnp.arange(WINDOW) < WINDOW - self.count, jnp.nan, self.losses)
 
     def push(self, loss: jax.Array) -> "LossWindow":
@@ -62,8 +62,8 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after this step, inside `plan.partition`, and metrics.  loss: the global batch's.  grads: those of the
-    loss, which may be scaled; reduced over data.
+    """The state after this step, inside `plan.partition`, and metrics.  loss: the global batch's, unscaled.  grads: the
+    trained parameters', reduced, times the loss scale if there is one.
 
     Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window

@@ -26,12 +26,12 @@ LARGEST = 2.0**64  # all-zero gradients would double the scale for ever; a loss 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Scalars of a run, replicated."""
+    """A dynamic loss scale's state: scalars, replicated."""
 
     scale: Any  # float32, of the next step's loss
     growth_tracker: Any  # int32, clean steps since the last overflow or doubling
     hysteresis_tracker: Any  # int32, overflows until one halves the scale, that one included; then each does
-    skipped: Any  # int32, steps skipped so far
+    skipped: Any  # int32, steps skipped for an overflow so far
 
 
 def init_loss_scale(p: Precision) -> LossScale | None:
@@ -61,7 +61,7 @@ def unscale(tree: Tree, s: LossScale | None) -> Tree:
 def all_finite(plan: Plan, grads: Tree) -> jax.Array:
     """True on all devices if every entry of all their gradients is finite; for use inside `plan.partition`.
 
-    Their norm may still not be: squares overflow float32 where numbers do not."""
+    Their norm may still not be: the squares of finite numbers may overflow."""
     local = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
     axes = plan.active_axes(*MESH_AXES)
     return psum_axes((~local).astype(jnp.int32), axes) == 0
@@ -72,7 +72,7 @@ def unscale_gradients(
 ) -> tuple[Tree, LossScale | None, dict[str, jax.Array]]:
     """(gradients without the scale, the next scale, metrics), inside `plan.partition`; without a scale nothing changes.
 
-    grads: those of a scaled loss, reduced over data.  Metrics: loss_scale, float32, of this step; skipped, bool,
+    grads: those of a scaled loss, reduced.  Metrics: loss_scale, float32, of this step; skipped, bool,
     whether the gradients are not finite; skipped_steps, int32, the number so far, this one included."""
     if (s := state.loss_scale) is None:
         return grads, None, {}

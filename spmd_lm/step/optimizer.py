@@ -24,7 +24,7 @@ from spmd_lm.step.state import TrainState
 
 
 def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
-    """Settings that determine the learning rate of every step, by key of `optim`; equal where the schedules are."""
+    """Settings of `optim` that determine the learning rate, by key, without those of no effect."""
     keys = {"lr": optim.lr, "warmup": optim.warmup, "decay": optim.decay}
     if optim.decay == "constant":
         return keys
@@ -33,8 +33,8 @@ def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
 
 
 def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Learning rate after `step` updates: a linear warm-up that reaches lr at its end, lr until decay_start, then decay
-    to min_lr."""
+    """Learning rate by the number of updates so far: a linear warm-up that reaches lr at its end, lr until decay_start,
+    then decay to min_lr."""
     start = optim.warmup if optim.decay_start is None else optim.decay_start
     decay_steps = max(1, (optim.decay_steps or steps) - start)
     decay = {
@@ -75,7 +75,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """optax's rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
+    """An optax rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
 
     steps: the run's, for the learning rate."""
 
@@ -88,7 +88,7 @@ class Optimizer:
         object.__setattr__(self, "rule", _rule(self.config))
 
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":
-        """Scalars of an update.  norm: the gradients'.  is_applied: bool, whether more than the step number changes."""
+        """Scalars of an update.  norm: the gradients'.  is_applied: see UpdateScalars."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
         lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(dtype)), dtype)
@@ -150,8 +150,8 @@ def without_frozen_layers(plan: Plan, tree: Tree) -> Tree:
 def _adam_updates(config: AdamW, state: optax.ScaleByAdamState) -> Tree:
     """optax.scale_by_adam's updates, computed from the moments in its state after the select.
 
-    optax computes them from the moments before the select: XLA would then compute the new moments twice, and copy the
-    old ones: on a CPU 3% of a step of GPT-2 124M."""
+    optax computes them from the moments before the select: then XLA would compute the new moments twice and copy the
+    old ones, on a CPU 3% of a step of GPT-2 124M."""
     mean, mean_square = (
         optax.tree_utils.tree_bias_correction(moment, decay, state.count)
         for moment, decay in ((state.mu, config.b1), (state.nu, config.b2))

@@ -1,8 +1,8 @@
 """Compares a user's modules under tensor parallelism with themselves on one device, before they train.
 
 If a collective is missing, or a parameter between two of them is replicated, jax raises no error: the step would
-compute something else.  So a model of one period runs on one example, sharded over `model` and not: losses and
-gradients must be the same.  jax.vmap over a named axis stands for the devices, and needs only one."""
+compute something else.  So a model of one period runs on one example, sharded over `model` and whole: losses
+and gradients must be the same.  jax.vmap over a named axis stands for the devices, and needs only one."""
 
 import math
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def _one_period(config: RunConfig, shards: int) -> RunConfig:
 
 
 def _params(model: LanguageModel) -> Tree:
-    """Random parameters, larger than those of `init`, so that no computation has a small effect."""
+    """Random parameters, biases and norms too, large enough for every computation to have an effect."""
     rng = np.random.default_rng(0)
 
     def param(names: DimNames, x: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ def _unless_they_differ(g: jax.Array) -> jax.Array:
 
 
 def _differences(what: str, got: Any, wanted: Any, tolerance: float, scale: float = 0.0) -> Iterator[str]:
-    """scale: the largest of all gradients; one far below it has a large rounding error."""
+    """Differences beyond `tolerance`.  scale: the largest of all gradients; one far below it is mostly rounded."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     largest = max(np.abs(wanted).max(initial=0.0), 1e-3 * scale, 1e-30)
     difference = np.abs(got - wanted).max(initial=0.0) / largest

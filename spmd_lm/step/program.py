@@ -33,7 +33,7 @@ from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
-    """`tree` in the shapes and shardings of `like`; leaves that fit already are returned as they are."""
+    """Pads or crops leaves to the shapes of `like`, in its shardings; returns leaves of the same shape as they are."""
 
     def fit(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == to.shape:
@@ -48,7 +48,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 class Program:
-    """One config, bound to devices (default: all there are).  device: the first of them; all are alike.
+    """One config, bound to devices (default: all there are).  device: the first of the mesh; all are alike.
 
     model: a user's block, head or ModelModules, in place of model.module."""
 
@@ -88,7 +88,7 @@ class Program:
         return jax.jit(init, out_shardings=_shardings(wanted))()
 
     def saved_part(self, canonical: TrainState) -> TrainState:
-        """The part of a canonical state, or of its shapes, that checkpoints hold: with adapters, not the base."""
+        """The part of a canonical state, or of its shapes, that checkpoints hold: with adapters, nothing frozen."""
         if self.config.adapter.kind == "none":
             return canonical
         return dataclasses.replace(canonical, params=self.plan.trained(canonical.params))
@@ -105,7 +105,7 @@ class Program:
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scalars, window)
 
     def _abstract(self, shapes: Tree, specs: Tree) -> TrainState:
-        """Shapes, dtypes and shardings of a state, given those of its parameters; its scalars are replicated."""
+        """Shapes, dtypes and shardings of a state, given its parameters'; leaves of other shapes are replicated."""
         state = jax.eval_shape(self._initial_state, shapes)
         shardings = self.plan.sharding(state.map_params(functools.partial(subset_of, specs), lambda _: P()))
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
@@ -123,7 +123,7 @@ class Program:
         return _shardings(self.abstract_state())
 
     def canonical(self, state: TrainState) -> TrainState:
-        """`state` without padding, in model order, as checkpoints hold it.  Canonical leaves are returned unchanged."""
+        """`state` unpadded and in model order, as checkpoints hold it.  With one chunk it shares unpadded leaves."""
         in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
         return _fit(in_order, self.abstract_canonical())
 
@@ -171,7 +171,7 @@ class Program:
         return _shardings(self.abstract_batch())
 
     def repeated_row(self, tokens: np.ndarray, segments: np.ndarray) -> Batch:
-        """Places one microbatch on devices, this row, [time], once per shard of the batch: [1, shards, time]."""
+        """A microbatch [1, shards, time] on devices: this row, [time], once for each shard of the batch."""
         rows = {"tokens": tokens, "positions": np.arange(len(tokens), dtype=np.int32), "segments": segments}
         rows["token_type_ids"] = np.zeros_like(tokens)
         used, shape = abstract_batch(self.config), (1, self.plan.layout.batch_shards, len(tokens))
@@ -211,7 +211,7 @@ class Program:
         return jax.jit(step, out_shardings=plan.sharding(P()))
 
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """(parameters, gather) inside `plan.shard_map`; gather: a layer of their stack -> weights to compute with."""
+        """(parameters, gather) inside `plan.shard_map`: see ShardedModel.inference_params."""
         fns = model_fns(self.model, lambda params, x, microbatch: {}, scan=True)
         compute = jnp.dtype(self.config.precision.compute)
         return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()

@@ -15,7 +15,7 @@ OPTIONAL_FIELDS = ("loss_scale", "loss_window")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Canonical in checkpoints, padded on devices.
+    """Arrays, canonical in checkpoints, padded on devices.
     step: int32, steps done: the position in the data.
     params: the master weights, frozen ones included.
     opt_state: optax's, of any structure, for the trained ones.
@@ -34,7 +34,7 @@ class TrainState:
         return self.opt_state.count
 
     def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
-        """Applies `f` to every tree like the parameters, or the trained ones (a dict with keys of theirs, such as
+        """Applies `f` to every tree like the parameters, or some of them (a dict whose keys are theirs, such as
         moments in `opt_state`), and `scalar` to every other leaf."""
 
         def is_params(x: Any) -> bool:

@@ -1,7 +1,7 @@
 """The train step: an ordinary function of (state, batch), jitted under a Plan; and evaluation, its forward half.
 
-Each microbatch runs forward, loss and backward, in which ZeRO-2 and 3 scatter gradients; then, once, come the rest of
-the gradients' reduction and the optimizer's update of each device's own shards.  One body serves every layout."""
+Each microbatch runs forward, loss and backward, in which ZeRO-2 and 3 may scatter gradients; then, once, come the rest
+of the gradients' reduction and the optimizer's update of each device's own shards.  One body serves every layout."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ def make_train_step(
     """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}), and the metrics of unscale_gradients where the
     loss is scaled; the state it is given is donated.  specs: PartitionSpecs of the state.
 
-    loss: the sum of the objective's losses, each a mean over the global batch, in nats.  An objective with several
-    losses also reports each, as `NAME_loss`."""
+    loss: the sum of the objective's losses, in nats, and of the blocks' auxiliary ones, each a mean over the global
+    batch; where there are several, each is a metric too, `NAME_loss`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
@@ -51,7 +51,7 @@ def make_train_step(
         loss_divisors = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
 
         def mean_losses(params: Tree, x: jax.Array, microbatch: ModelInput) -> LossDict:
-            """A microbatch's share of the mean losses of the global batch."""
+            """A microbatch's share of the mean losses of the global batch, times the loss scale."""
             weights = model.loss_weights(microbatch.batch)
             shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
@@ -137,7 +137,7 @@ def sum_losses(losses: LossDict) -> jax.Array:
 
 
 def zero_gradients(model: ShardedModel, params: Tree) -> SplitParams:
-    """Zeros to accumulate microbatches' gradients in; the widest dtype of the parameters, compute and float32."""
+    """Zeros to add microbatches' gradients to, in the widest of the parameters' dtypes, compute and float32."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
     return jax.tree.map(lambda w: zeros_like_gradient(w, dtype), model.grad_argument)
 
@@ -150,7 +150,7 @@ def model_fns(
     allocated: bool = False,
 ) -> ModelFns:
     """`model` as a step runs it.  head(params, x, microbatch): runs after the last block.  scan: whether layers run in
-    a scan: outside of training always, because it compiles faster, and forward saves nothing.  allocated: see
+    a scan; outside of training they always do: it compiles faster, and forward saves nothing.  allocated: see
     LayersLoop."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
     loop = LayersLoop(scan, layers_per_weight, model.remat.layers_per_remat_block, allocated)
@@ -171,7 +171,7 @@ def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch)
 
 def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batch: Batch) -> jax.Array | None:
     """The weight of a row in auxiliary losses, times the loss scale, [microbatches]; None for this package's blocks,
-    which have none."""
+    which have no such losses."""
     if not model.modules.own_block:
         return None
     rows = jnp.asarray(config.train.batch, jnp.promote_types(config.precision.compute, jnp.float32))
