@@ -20,7 +20,7 @@ def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, sca
 
     prefetch: a layer gathers the next one's weights, which needs a loop.
     scatters: ZeRO scatters each layer's gradients in backward."""
-    m = config.model
+    m, policy = config.model, config.remat.policy
     if config.layers_per_chunk // len(m.kinds) == 1:
         return LoopChoice(False, "a single layer" if len(m.kinds) == 1 else "a single period")
     if m.scan != "auto":
@@ -31,8 +31,7 @@ def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, sca
         "prefetch runs in it": prefetch,
         "unrolled, gradients of several layers wait to be scattered": scatters,
         "layers share their weights": m.share_layers,
-        f"it saves little, with remat.policy={config.remat.policy}": config.remat.policy
-        in ("full", "block", "offload"),
+        f"it saves little, with remat.policy={policy}": policy in ("full", "offload", "block"),
         f"more than {MOST_UNROLLED} layers take minutes to compile": m.layers > MOST_UNROLLED,
     }
     why = next((why for why, holds in reasons.items() if holds), None)

@@ -108,9 +108,9 @@ def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) ->
         yield use(problem, nearest(f"{remat.block_size=}", divisors(layers)))
 
 
-def only_whole_layers_are_offloaded(parallel: Parallel, remat: Remat) -> Problems:
+def pipelines_do_not_offload(parallel: Parallel, remat: Remat) -> Problems:
     if remat.policy == "offload" and parallel.pipe > 1:
-        reason = "a pipeline saves the inputs of its chunks alone, which are few"
+        reason = "inputs of layers wait for a task's backward alone, too short to be worth a copy"
         yield use(f"remat.policy=offload with {parallel.pipe=}: {reason}", "remat.policy=full")
 
 
@@ -257,7 +257,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     prefetch_has_layers_to_gather,
     products_have_parts,
     remat_blocks_divide_chunk,
-    only_whole_layers_are_offloaded,
+    pipelines_do_not_offload,
     schedule_has_chunks,
     microbatches_suit_chunks,
     schedule_fits_a_table,

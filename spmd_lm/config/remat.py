@@ -31,7 +31,11 @@ class RematPolicy:
 
     @property
     def recomputes_layer(self) -> bool:
-        return self.policy in ("full", "offload", "residual")
+        return self.saves_inputs_alone or self.policy == "residual"
+
+    @property
+    def saves_inputs_alone(self) -> bool:
+        return self.policy in ("full", "offload")
 
     @property
     def offloads_inputs(self) -> bool:
@@ -44,7 +48,7 @@ class RematPolicy:
     def repeated_reductions(self, *, scan: bool) -> float:
         """Forward reductions over `model` (Megatron's g) that backward repeats, per layer.
         scan: layers run in a loop."""
-        if self.policy in ("full", "offload"):
+        if self.saves_inputs_alone:
             return self.needed_sums
         if self.policy == "block":
             # Unrolled, the last layer of a remat block repeats only the needed ones.
@@ -60,7 +64,7 @@ class RematPolicy:
     def unneeded_gathers(self) -> int:
         """All-gathers of a chunk's last layer that an unrolled breadth-first pipeline drops: the head has used the
         result."""
-        return {"full": 2, "residual": 1}.get(self.policy, 0)
+        return 2 if self.saves_inputs_alone else int(self.saves_branch_sums)
 
 
 def cheapest_block_size(layers: int, activations_per_layer: float) -> int:

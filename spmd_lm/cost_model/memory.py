@@ -33,6 +33,7 @@ class Compiler(NamedTuple):
     casts_layers: sharded weights are cast layer by layer as they are gathered, not all of them before the loop.
     adds_in_products: matmuls add unrolled layers' gradients to sums, which grow as saved activations are freed.
     lanes: the last dimension of an array that is split into heads is padded to a multiple of it.
+    offloads: it tells a host's memory from its devices'.
     libraries: bytes of workspace that matmuls may use.
     decoded: number of float32 copies of the largest quantized matrix that its matmul holds."""
 
@@ -41,6 +42,7 @@ class Compiler(NamedTuple):
     casts_layers: bool = False
     adds_in_products: bool = False
     lanes: int = 1
+    offloads: bool = True
     libraries: int = 0
     decoded: int = 0
 
@@ -48,7 +50,7 @@ class Compiler(NamedTuple):
 COMPILERS = {
     "tpu": Compiler(lanes=128, decoded=2),
     "gpu": Compiler(logits=1.5, casts_layers=True, adds_in_products=True, libraries=64 * MIB),
-    "cpu": Compiler(logits=2, computes_in_float32=True, casts_layers=True),
+    "cpu": Compiler(logits=2, computes_in_float32=True, casts_layers=True, offloads=False),
 }
 
 
@@ -94,14 +96,15 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
     return max(points, key=lambda point: point.total)
 
 
-def on_host(config: RunConfig, plan: Plan) -> dict[str, int]:
-    """Bytes of each thing that a device keeps in its host's memory."""
-    return {"activations": int(offloaded)} if (offloaded := _Step(config, plan).offloaded) else {}
+def on_host(config: RunConfig, plan: Plan) -> int:
+    """Bytes that a device keeps in its host's memory: what it saves for backward, of one microbatch."""
+    return int(_Step(config, plan).offloaded)
 
 
 def saved_activations(config: RunConfig, plan: Plan) -> float:
-    """Bytes that a device saves for one microbatch's backward."""
-    return _Step(config, plan).saved * config.chunks
+    """Bytes that a device saves for backward in its own memory, of one microbatch."""
+    step = _Step(config, plan)
+    return 0.0 if step.offloaded else step.saved * config.chunks
 
 
 def tokens_per_chunk(config: RunConfig, plan: Plan) -> int | None:
@@ -155,9 +158,9 @@ class _Step:
         self.saved = layers / block * self.stream + block * saved if block > 1 else layers * saved
         self.trains_layers = layer_passes(config, plan)[1] > 0  # else they run forward alone, and save nothing
         self.saved *= self.trains_layers
-        self.offloaded = 0.0  # bytes of `saved` that rest on the host; on the device two layers' are on their way
-        if config.remat_policy.offloads_inputs:
-            self.offloaded, self.saved = self.saved, min(2, layers) * self.stream
+        self.offloaded = 0.0  # bytes that rest on the host; two layers' are on the device, on their way
+        if config.remat_policy.offloads_inputs and compiler.offloads:
+            self.offloaded, self.saved = self.saved, min(self.saved, 2 * self.stream)
         beside = compiler.libraries + compiler.decoded * self._largest_decoded()
         forward = max(each.forward.peak for each in traces)
         backward = max(each.backward.peak for each in traces)
@@ -240,6 +243,7 @@ class _Step:
             if self.plan.sequence:  # XLA gathers each layer's sequence ahead of its backward
                 saved_by_all += self.plan.layout.model * self.stream * self.config.layers_per_chunk
         in_use, saved_by_one = self.resident + self.in_use + kept, self.saved / self.config.layers_per_chunk
+        saved_by_one = self.saved if self.offloaded else saved_by_one
         return [
             Point(FORWARD, weights + self.in_use, zeros, self.saved, self.forward),
             Point(HEAD, weights, zeros, self.saved, head),

@@ -37,7 +37,7 @@ class CollectiveTime(NamedTuple):
 class StepTime:
     """Seconds of a step, by what they are spent on.
 
-    host: those of `exposed` in which a device waits for its host's memory."""
+    host: seconds that a device waits for its host's memory."""
 
     compute: float
     exposed: float
@@ -48,12 +48,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed + self.bubble + self.optimizer
+        return self.compute + self.exposed + self.bubble + self.optimizer + self.host
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by name; `input`, the wait for a batch, is 0, because batches are loaded beside the step."""
-        spent = {name: getattr(self, name) for name in ("compute", "exposed", "bubble", "optimizer")}
+        spent = {name: getattr(self, name) for name in ("compute", "exposed", "bubble", "optimizer", "host")}
         return spent | {"input": 0.0}
 
 
@@ -114,16 +114,15 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, software: So
 
     bubble = 0.0 if software.idle_is_free or idle_is_work else counts.bubble
     step = combine(plan, hardware, compute, rows, hidden, bubble)
-    waiting = (
-        passes * _seconds_of_offloading(config, plan, hardware, layer) if config.remat_policy.offloads_inputs else 0.0
-    )
-    return dataclasses.replace(step, exposed=step.exposed + waiting, host=waiting)
+    return dataclasses.replace(step, host=passes * _seconds_of_offloading(config, plan, hardware, layer))
 
 
 def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, layer: LayerSeconds) -> float:
-    """Seconds that a layer waits while its input is copied to the host's memory, and while it comes back, beside the
-    layer's own work; 0 where the rate is unknown."""
-    copy = stream_bytes(config, plan) / hardware.host if hardware.host else 0.0
+    """Seconds that a layer waits while its input is copied to the host's memory and back, beside the layer's own work;
+    0 where the rate is unknown."""
+    if not config.remat_policy.offloads_inputs or hardware.host is None:
+        return 0.0
+    copy = stream_bytes(config, plan) / hardware.host
     return max(0.0, copy - layer.forward) + max(0.0, copy - layer.backward)
 
 

@@ -47,7 +47,7 @@ def _identity(params: Params) -> Params:
 
 
 def _named_input(block: BlockFn) -> BlockFn:
-    """The block, within which its input is named: of what is named outside of jax.checkpoint another copy is saved."""
+    """The block, with its input named inside.  Named outside of jax.checkpoint, another copy would be saved."""
     return lambda params, x, *rest: block(params, checkpoint_name(x, BLOCK_INPUT), *rest)
 
 
@@ -216,18 +216,21 @@ class LanguageModel:
         blocks: list[BlockFn] = [functools.partial(self.block, place=place) for place in range(self.period.layers)]
         if not self.remat.recomputes_layer:
             return tuple(blocks)
-        policies, save = jax.checkpoint_policies, None
-        if self.remat.saves_branch_sums:
-            save = policies.save_only_these_names(RESIDUAL)
         if self.remat.offloads_inputs:
             blocks = list(map(_named_input, blocks))
-            save = policies.save_and_offload_only_these_names(
+        return tuple(self._checkpoint(block, policy=self._saved()) for block in blocks)
+
+    def _saved(self) -> Callable | None:
+        """jax.checkpoint's policy for a block; None to save its input alone."""
+        policies = jax.checkpoint_policies
+        if self.remat.offloads_inputs:
+            return policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=[BLOCK_INPUT],
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        return tuple(self._checkpoint(block, policy=save) for block in blocks)
+        return policies.save_only_these_names(RESIDUAL) if self.remat.saves_branch_sums else None
 
     def last_block_fns(self) -> tuple[BlockFn, ...]:
         """`block_fns` of a truncated last period, which runs outside of a loop."""

@@ -16,6 +16,7 @@ from spmd_lm.ops.sharding_types import is_explicit, manual_region
 from spmd_lm.parallel.trees import Tree
 
 Updated = TypeVar("Updated")
+Leaves = dict[int, Array]
 
 
 def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool = False) -> tuple[Tree, Any]:
@@ -25,29 +26,28 @@ def scan_into_allocated(step: Callable, carry: Tree, xs: Tree, *, reverse: bool 
     copies it for each of them whenever the loop begins: a ninth of a GPU's memory traffic in a step of GPT-2 124M under
     ZeRO-3.  Here they are written into uninitialized arrays, but for those in the host's memory.
     tests/step/test_allocated_scan.py sees it; benchmarks/gpu_traffic.py sees the bytes."""
-    treedef, on_host = None, set[int]()
+    treedef = None
 
-    def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, list[Array], list[Array]]:
-        """The carry, and the outputs in the device's memory and in the host's."""
-        nonlocal treedef, on_host
+    def step_of_leaves(carry: Tree, x: Tree) -> tuple[Tree, Leaves, Leaves]:
+        """The carry, and the outputs, by their places, in the device's memory and in the host's."""
+        nonlocal treedef
         carry, y = step(carry, x)
         leaves, treedef = jax.tree.flatten(y)
-        on_host = {i for i, leaf in enumerate(leaves) if jax.typeof(leaf).memory_space == jax.memory.Space.Host}
-        return carry, [leaf for i, leaf in enumerate(leaves) if i not in on_host], [leaves[i] for i in sorted(on_host)]
+        host = {i: y for i, y in enumerate(leaves) if jax.typeof(y).memory_space == jax.memory.Space.Host}
+        return carry, {i: y for i, y in enumerate(leaves) if i not in host}, host
 
-    def turn(carry: tuple[Tree, list[Array]], entry: tuple[Array, Tree]) -> tuple[tuple[Tree, list[Array]], list]:
+    def turn(carry: tuple[Tree, Leaves], entry: tuple[Array, Tree]) -> tuple[tuple[Tree, Leaves], Leaves]:
         (inner, stacks), (i, x) = carry, entry
         inner, new, host = step_of_leaves(inner, x)
-        return (inner, [lax.dynamic_update_index_in_dim(s, y, i, 0) for s, y in zip(stacks, new, strict=True)]), host
+        return (inner, {at: lax.dynamic_update_index_in_dim(stacks[at], y, i, 0) for at, y in new.items()}), host
 
     length = jax.tree.leaves(xs)[0].shape[0]
     _, shapes, _ = jax.eval_shape(step_of_leaves, carry, jax.tree.map(lambda x: x[0], xs))
-    stacks = [_allocate(length, y) for y in shapes]
+    stacks = {at: _allocate(length, y) for at, y in shapes.items()}
     (carry, stacks), host = lax.scan(turn, (carry, stacks), (jnp.arange(length, dtype=jnp.int32), xs), reverse=reverse)
     assert treedef is not None
-    device, rest = iter(stacks), iter(host)
-    leaves = [next(rest) if i in on_host else next(device) for i in range(len(stacks) + len(host))]
-    return carry, jax.tree.unflatten(treedef, leaves)
+    outputs = stacks | host
+    return carry, jax.tree.unflatten(treedef, [outputs[at] for at in range(len(outputs))])
 
 
 def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:

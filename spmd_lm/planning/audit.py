@@ -45,7 +45,7 @@ from spmd_lm.step.own_check import check_own_modules
 from spmd_lm.step.program import Program
 
 TOLERANCE = 0.01  # share of the expected bytes that may be missing or in excess
-HOST_TOLERANCE = 0.05  # of what a device keeps in its host's memory
+HOST_TOLERANCE = 0.05  # share of what should rest in a host's memory that may be missing or in excess
 SLACK = 4096  # bytes that always may: scalars that compilers add
 MODEL_PARTS = ("embedding", "blocks", "head")
 """Scopes of a step that a model's modules compute."""
@@ -108,7 +108,7 @@ def audit_step(
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,
     }
-    report["ok"] = report["ok"] and not report["memory"]["not_offloaded"]
+    report["ok"] = report["ok"] and _offloads_what_is_planned(report["memory"])
     return AuditedStep(program, module, shares, report)
 
 
@@ -271,20 +271,20 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
     """Bytes per device: compiled and planned."""
     m = compiled.memory_analysis()
     assert m is not None
-    on_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
-    planned_on_host = memory.on_host(config, program.plan)
-    # A CPU's compiler does not tell its host's memory from a device's.
-    missing = 0 if program.plan.platform == "cpu" else sum(planned_on_host.values()) - on_host
+    host, planned_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes, memory.on_host(config, program.plan)
     return {
         "arguments": m.argument_size_in_bytes,
         "temporaries": m.temp_size_in_bytes,
         "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
         "peak": m.peak_memory_in_bytes,
         "planned": memory.table(config, program.plan),
-        "on_host": on_host,
-        "planned_on_host": planned_on_host,
-        "not_offloaded": missing if missing > HOST_TOLERANCE * on_host else 0,
+        "host": host,
+        "planned_host": planned_host,
     }
+
+
+def _offloads_what_is_planned(m: dict[str, Any]) -> bool:
+    return abs(m["host"] - m["planned_host"]) <= HOST_TOLERANCE * m["planned_host"]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -316,8 +316,9 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
     lines += r["compiler_advice"]
     apart_from = ", apart from your modules, which it does not judge" if r["not_judged"] else ""
-    if missing := r["memory"]["not_offloaded"]:
-        lines.append(f"host    the compiler keeps {format_bytes(missing)} on the device, which the run offloads")
+    if not _offloads_what_is_planned(r["memory"]):
+        host, wanted = (format_bytes(r["memory"][key]) for key in ("host", "planned_host"))
+        lines.append(f"host    the compiler puts {host} into its host's memory, where {wanted} should rest")
     lines.append(("matches theory" if r["ok"] else "does NOT match theory") + apart_from)
     return "\n".join(lines)
 
@@ -366,4 +367,4 @@ def _render_memory(m: dict[str, Any]) -> str:
         return f"{arguments} arguments; peak {peak}"
     text = f"{arguments} arguments + {temporaries} temporaries = {total}"
     text += f"; peak {peak}" if m["peak"] >= m["temporaries"] else ""
-    return f"{text}; {format_bytes(m['on_host'])} on its host" if m["on_host"] else text
+    return f"{text}; {format_bytes(m['host'])} on its host" if m["host"] else text

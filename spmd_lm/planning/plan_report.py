@@ -247,7 +247,7 @@ def summary(description: dict[str, Any]) -> str:
     how = f"{loop['count']}{_describe_period(loop)} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
     if loop["loop_copies"]:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
-    host = f", and {format_bytes(sum(d['host_memory'].values()))} on its host" if d["host_memory"] else ""
+    host = f", and {format_bytes(d['host_memory'])} on its host" if d["host_memory"] else ""
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
@@ -280,7 +280,7 @@ def render(description: dict[str, Any]) -> str:
     rows = [(row, format_bytes(size)) for row, size in d["memory"].items()]
     total = f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"
     table = [("memory per device", ""), *rows, ("total, about", total)]
-    table += [(f"{row} on the host", format_bytes(size)) for row, size in d["host_memory"].items()]
+    table += [("activations on the host", format_bytes(d["host_memory"]))] if d["host_memory"] else []
     pipeline = ["", *_render_pipeline(d["pipeline"])] if d["pipeline"] else []
     return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])
 

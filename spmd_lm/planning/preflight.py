@@ -58,7 +58,7 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
     assert exposed
     published = flops.peak(program.device, config.precision.compute)
     predicted = predict_step(config, plan, hardware, target.software)
-    parts = predicted.parts | {"exposed": exposed["exposed_seconds"] + predicted.host}
+    parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
     spans = step_range(parts, target.software)
     if traffic := audited["memory_traffic"]:
         counted = max(0.0, traffic["seconds"] - predicted.optimizer)
@@ -134,7 +134,7 @@ def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]
         "optimizer": state[config.optim.moments],
         "activations": fullest.activations,
         "temporaries": found["temporaries"],
-        "host": sum(memory.on_host(config, plan).values()),
+        "host": memory.on_host(config, plan),
         "peak": peak,
         "planned": sum(memory.table(config, plan).values()),
         "capacity": int(capacity.usable),

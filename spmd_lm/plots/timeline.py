@@ -6,15 +6,22 @@ from typing import Any
 
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
 from spmd_lm.plots.pipelines import BACKWARD_TIME, MOST_STAGES
-from spmd_lm.plots.style import BLUE, GREEN, ORANGE, PALE, RED, WIDTH, Figure, abbreviated, house_style, tint
+from spmd_lm.plots.style import BLUE, GREEN, ORANGE, PALE, PURPLE, RED, WIDTH, Figure, abbreviated, house_style, tint
 
-COLORS = {"forward": tint(BLUE, 0.4), "backward": tint(ORANGE, 0.4), "idle": PALE, "exposed": RED, "optimizer": GREEN}
+COLORS = {
+    "forward": tint(BLUE, 0.4),
+    "backward": tint(ORANGE, 0.4),
+    "idle": PALE,
+    "exposed": RED,
+    "host": PURPLE,
+    "optimizer": GREEN,
+}
 
 
 @house_style()
 def timeline(schedule: Schedule, parts: dict[str, float]) -> Figure:
     """A bar for each stage, in seconds.
-    parts: compute, exposed, bubble and optimizer of a step; exposed time is drawn after the work, wherever it
+    parts: compute, exposed, bubble, host and optimizer of a step; exposed time is drawn after the work, wherever it
       occurs."""
     stages = abbreviated(schedule.stages, MOST_STAGES)
     figure = Figure(figsize=(1.6 * WIDTH, 1.1 + 0.28 * len(stages)), layout="constrained")
@@ -49,7 +56,7 @@ def spans(schedule: Schedule, stage: int, parts: dict[str, float]) -> list[tuple
         for seconds in [sum(lengths)] if kind == "idle" else lengths:
             found.append((kind, now, seconds))
             now += seconds
-    for kind in ("exposed", "optimizer"):
+    for kind in ("exposed", "host", "optimizer"):
         if parts[kind]:
             found.append((kind, now, parts[kind]))
             now += parts[kind]

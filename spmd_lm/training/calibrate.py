@@ -209,6 +209,7 @@ def calibrate(dtype: str) -> dict[str, Any]:
         "latency": {"start": start / MICRO, "link": 0.0, "network": 0.0},
     }
     row |= {"closes_at": known.links.closes_at} if known and known.links else {}
+    row |= {"host": known.host / GIGA} if known and known.host else {}
     return row | ({"compiled": of_measured(known, rate, bandwidth)} if known and known.compiled else {})
 
 

@@ -75,12 +75,20 @@ def test_remat_saves_less(x64):
     assert saved(runs["full"]) == c.train.batch // 4 * c.model.context * c.model.layers * c.model.width * 8  # inputs
 
 
-def test_offloaded_inputs_are_the_hosts_but_for_two(x64):
-    full, offload = (run_of("data4-model2", remat=policy) for policy in ("full", "offload"))
-    plans = [abstract_plan(each, 8, "cpu", "") for each in (full, offload)]
-    assert memory.on_host(full, plans[0]) == {}
-    assert memory.on_host(offload, plans[1]) == {"activations": saved(full)}
-    assert saved(offload) == 2 * saved(full) / full.model.layers
+def test_offloaded_inputs_are_the_hosts_but_for_two():
+    """Of a TPU; a CPU's compiler does not tell its host's memory from a device's."""
+    sections = {"parallel": {"data": 8}, "precision": LOW}
+    full, offload = (make_config(model={"layers": 8}, remat={"policy": p}, **sections) for p in ("full", "offload"))
+    on_tpu, on_cpu = (abstract_plan(offload, 8, platform, "") for platform in ("tpu", "cpu"))
+    inputs = saved(full, "tpu")
+    assert memory.on_host(full, on_tpu) == memory.on_host(offload, on_cpu) == 0
+    assert memory.on_host(offload, on_tpu) == inputs and saved(offload, "cpu") == saved(full, "cpu")
+    held = memory.table(full, on_tpu)["activations"] - memory.table(offload, on_tpu)["activations"]
+    assert held == inputs * 6 / 8
+    assert memory.saved_activations(offload, on_tpu) == 0
+    untied, optim = {"layers": 8, "tie_embeddings": False}, {"freeze": "blocks.* embedding.*"}
+    frozen = make_config(model=untied, remat={"policy": "offload"}, optim=optim)
+    assert memory.on_host(frozen, abstract_plan(frozen, 1, "tpu", "")) == 0
 
 
 def test_a_remat_block_saves_its_input_and_what_is_inside_one_of_them():

@@ -73,7 +73,7 @@ def test_memory_and_collectives_are_the_compiler_s(found, audited):
 
 def test_a_step_is_the_sum_of_its_parts(found, config):
     assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
-    assert found["parts"].keys() == {"compute", "exposed", "bubble", "optimizer", "input"}
+    assert found["parts"].keys() == {"compute", "exposed", "bubble", "optimizer", "host", "input"}
     assert found["tokens_per_second"] == pytest.approx(8 * 128 / found["step_seconds"])
     model = flops.train_step(config, plan_on(config, parse_topology(TOPOLOGY)))
     assert found["flops"]["model"] == model
@@ -189,7 +189,7 @@ def test_a_changed_entry_is_found_again(config, tmp_path, content):
 
 
 def test_the_picture_has_the_seconds_of_a_step():
-    parts = {"compute": 3.0, "exposed": 0.5, "bubble": 1.0, "optimizer": 0.25}
+    parts = {"compute": 3.0, "exposed": 0.5, "bubble": 1.0, "host": 0.0, "optimizer": 0.25}
     for schedule in (make_schedule("1f1b", 4, 8), make_schedule("interleaved", 2, 4, 2), make_schedule("1f1b", 1, 4)):
         for stage in range(schedule.stages):
             found = spans(schedule, stage, parts)

@@ -85,7 +85,7 @@ def test_every_check_of_layouts_is_asked():
     """But for those of keys that the search sets itself, to what they allow."""
     by_construction = {
         layout_checks.remat_blocks_divide_chunk,
-        layout_checks.only_whole_layers_are_offloaded,
+        layout_checks.pipelines_do_not_offload,
         layout_checks.schedule_has_chunks,
         layout_checks.data_degree_is_not_zero,
     }

@@ -153,9 +153,9 @@ def test_curves_of_whatever_was_recorded(runs, expected, tmp_path):
 
 
 def test_what_is_no_number_leaves_a_gap():
-    x, y = series(records(3.0, None, math.inf, 2.0, True, "a"), "loss", "tokens")
-    assert x.tolist() == [64, 128, 192, 256, 320, 384]
-    assert np.isnan(y).tolist() == [False, True, True, False, False, True]
+    x, y = series(records(3.0, None, math.inf, 2.0, 1.0, True, "a"), "loss", "tokens")
+    assert x.tolist() == [64, 128, 192, 256, 320, 384, 448]
+    assert np.isnan(y).tolist() == [False, True, True, False, False, True, True]
     assert isolated(y) == [0] and isolated(np.array([1.0])) == [0]
 
 

@@ -24,19 +24,20 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.mutants
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "remat"),
     [
-        PREFETCH,
-        pytest.param(PREFETCH | {"partitioner": "types", "model": 2}, marks=SLOW),
-        pytest.param(ONE_F_ONE_B, marks=SLOW),
+        (PREFETCH, "none"),
+        pytest.param(PREFETCH | {"partitioner": "types", "model": 2}, "none", marks=SLOW),
+        pytest.param(PREFETCH, "offload", marks=SLOW),
+        pytest.param(ONE_F_ONE_B, "none", marks=SLOW),
     ],
-    ids=["prefetch", "types", "1f1b"],
+    ids=["prefetch", "types", "offload", "1f1b"],
 )
 @pytest.mark.slow
-def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):
+def test_what_was_in_the_arrays_reaches_nothing(parallel, remat, monkeypatch, x64):
     """Arrays of NaN, in a step made as for a GPU, change nothing."""
-    layers = 4 if "pipe" in parallel else 3
-    config = make_config(model={"layers": layers}, parallel={"data": 1} | parallel, optim={"eps": 1e-6})
+    sections = {"model": {"layers": 4 if "pipe" in parallel else 3}, "optim": {"eps": 1e-6}}
+    config = make_config(parallel={"data": 1} | parallel, remat={"policy": remat}, **sections)
     model_fns, allocate, allocated = train_step.model_fns, compiler_workarounds._allocate, []
 
     def filled(length, entry):
@@ -47,7 +48,7 @@ def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):
     monkeypatch.setattr(compiler_workarounds, "_allocate", filled)
     got = train_steps(Program(config, jax.devices()[: degrees(config).devices]))
     assert allocated
-    assert_same_run(got, trained_reference(config.model_copy(update={"parallel": make_config().parallel})))
+    assert_same_run(got, trained_reference(make_config(**sections)))
 
 
 @pytest.mark.parametrize(("topology", "allocates"), [("h200:1x4", True), ("v4:2x2x1", False)])
