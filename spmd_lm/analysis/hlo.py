@@ -136,7 +136,20 @@ class HloModule:
         (compare,) = compares
         constants = {i.name: i.attributes.partition(")")[0] for i in condition if i.opcode == "constant"}
         (limit,) = [int(constants[name]) for name in compare.operands if constants.get(name, "").isdigit()]
-        return limit
+        counters = [i.attribute("index") for i in condition if i.opcode == "get-tuple-element"]
+        return limit - (self._first_count(loop, int(counters[0])) if len(counters) == 1 else 0)
+
+    def _first_count(self, loop: Instruction, counter: int) -> int:
+        """The constant from which a loop counts up, 0 if unknown: a compiler that runs the first iteration apart, as a
+        TPU's does before copies to the host, leaves the loop to begin at 1.
+        counter: place of the count in the loop's tuple."""
+        known = next(self.by_name(name) for name, body in self.computations.items() if loop in body)
+        carry = known.get(loop.operands[0])
+        count = known.get(carry.operands[counter]) if carry and carry.opcode == "tuple" else None
+        while count and count.opcode in ("copy", "bitcast"):
+            count = known.get(count.operands[0])
+        value = count.attributes.partition(")")[0] if count and count.opcode == "constant" else ""
+        return int(value) if value.isdigit() else 0
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -117,6 +117,38 @@ def test_branches_count_as_often_as_they_run_on_each_stage():
     assert by_kind["all-reduce"].count == 2.5
 
 
+PEELED = """
+HloModule step
+
+%cond (t: (f32[4], s32[])) -> pred[] {
+  %limit = s32[] constant(16)
+  %t = (f32[4]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=1
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (t: (f32[4], s32[])) -> (f32[4], s32[]) {
+  %x = f32[4]{0} get-tuple-element(%t), index=0
+  ROOT %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %first = s32[] constant(1)
+  %count = s32[] copy(%first)
+  %carry = (f32[4]{0}, s32[]) tuple(%a, %count)
+  ROOT %w = (f32[4]{0}, s32[]) while(%carry), condition=%cond, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("first", "count"), [("constant(1)", 15), ("constant(0)", 16), ("parameter(1)", 16)])
+def test_a_loop_counts_from_where_it_begins(first, count):
+    """A TPU's compiler runs the first layer apart if inputs of layers go to the host."""
+    module = HloModule(PEELED.replace("constant(1)", first))
+    assert [c.count for c in collective_instructions(module, 2)] == [count]
+
+
 def test_without_shares_every_branch_counts_fully():
     assert {c.count for c in collective_instructions(HloModule(PIPELINE), 4)} == {10}
 
