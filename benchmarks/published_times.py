@@ -23,6 +23,7 @@ from spmd_lm.cost_model.step_time import StepTime
 from spmd_lm.resolve import abstract_plan
 
 ROOT = Path(__file__).parents[1]
+PARTS = "compute", "exposed", "bubble", "optimizer"
 LARGEST_MICROBATCH = 16  # sequences
 ROOM = 0.95  # usable fraction of a device's memory
 ALLOCATED = 8  # bytes per logit, if one device has embedding and head
@@ -159,11 +160,11 @@ def main() -> None:
         judged = [row.error for row in rows if not row.fitted]
         rms = math.sqrt(sum(error**2 for error in judged) / len(judged))
         print(f"\n**{table['table']}** ({table['source']}; {table['hardware']}, {table['system']}, {table['unit']})\n")
-        print("| row | measured | predicted | error | the fastest that fits | compute | exposed | bubble | optimizer |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        header = "row", "measured", "predicted", "error", "the fastest that fits", *PARTS
+        print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
         for row in rows:
             measured, value = (1 / x if table["unit"] == "seconds" else x for x in (row.measured, row.value))
-            parts = [f"{part / row.step.seconds:.1%}" for name, part in row.step.parts.items() if name != "input"]
+            parts = [f"{row.step.parts[name] / row.step.seconds:.1%}" for name in PARTS]
             error = f"{math.expm1(row.error):+.1%}" + (f", fitted: {row.fitted}" if row.fitted else "")
             cells = (row.name, f"{measured:.4g}", f"{value:.4g}", error, row.chosen, *parts)
             print(f"| {' | '.join(cells)} |")

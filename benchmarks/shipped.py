@@ -27,11 +27,12 @@ def size(path: Path) -> int:
 def main() -> int:
     print(f"GiB per device and step\n\n{HEADER.replace('overrides', 'configuration')}\n{RULE}")
     failed = 0
-    for path in sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (path.parent, size(path), path.name)):
+    topologies = {path: re.search(r"--topology (\S+)", path.read_text()) for path in CONFIGS.rglob("*.yaml")}
+    named = {path: found[1] for path, found in topologies.items() if found}
+    for path in sorted(named, key=lambda path: (path.parent, size(path), path.name)):
         name = str(path.relative_to(CONFIGS).with_suffix(""))
-        topology = re.search(r"--topology (\S+)", path.read_text())
-        if topology and (len(sys.argv) == 1 or any(part in name for part in sys.argv[1:])):
-            cells, ok = row(str(path), topology[1], "", f"{name} on {topology[1]}")
+        if len(sys.argv) == 1 or any(part in name for part in sys.argv[1:]):
+            cells, ok = row(str(path), named[path], "", f"{name} on {named[path]}")
             failed += not ok
             print(cells, flush=True)
     return int(failed > 0)

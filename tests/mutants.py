@@ -116,9 +116,6 @@ EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
     "vocab * dtype.itemsize": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
-    "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "double psum: lax.psum((~local)": "a count, of which it matters only whether it is 0",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((grads, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier(results)": "memory alone: tests/planning/test_audit.py sees the peak",
@@ -132,6 +129,7 @@ EQUIVALENT = {
     "optimization_barrier(inputs)": "a CPU's compiler looks through it; test_audit.py sees an H100's",
     "optimization_barrier(keys)": "seconds to compile alone",
     "optimization_barrier(d_w)": "memory alone, on a TPU",
+    "devices * math.gcd": "TPUs alone; tests/planning/test_audit.py sees that a v4 makes an all-reduce",
     "128 * padded": "TPUs alone; tests/ops/test_collectives.py sees the columns",
     "math.prod(outer) * -(-rows // 8)": "TPUs alone; tests/ops/test_collectives.py sees the columns",
     "(devices + 4) * window": "TPUs alone; tests/ops/test_collectives.py sees the columns",

@@ -70,7 +70,7 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
         pytest.param({"batch": ("data", "model")}, GPT, id="rows over both", marks=slow),
         pytest.param(TENSOR, GPT, id="weights", marks=slow),
         pytest.param(RULES | {"sequence": "model"}, {"model": SIZES | PERIOD}, id="several kinds", marks=slow),
-        pytest.param(ZERO, GPT, id="zero"),
+        pytest.param(ZERO, GPT, id="zero", marks=slow),
         pytest.param(ZERO | {"sequence": "model"}, BERT, id="zero, bert", marks=slow),
         pytest.param(ZERO | {"sequence": "model"}, {"model": SIZES | PERIOD}, id="zero, several kinds", marks=slow),
         pytest.param(

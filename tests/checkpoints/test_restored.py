@@ -84,6 +84,7 @@ def test_the_same_step_again_has_the_same_bits(runs):
     assert again["same"] and len(again["compared"]) == 2
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_moved_or_changed_is_told(copy):
     config = load_run(copy / "adapted")
     (copy / "base").rename(copy / "moved")

@@ -172,6 +172,7 @@ def test_choices_are_as_likely_and_as_right(imported, scorer, theirs, tmp_path):
         assert metrics[name] == np.mean(right) and 0 < sum(right) < 30
 
 
+@pytest.mark.slow
 def test_each_context_begins_with_the_token_once(imported, tmp_path):
     """Ids show what is compared above."""
     bos = imported.tokenizer.bos_token_id

@@ -78,7 +78,9 @@ def test_values_of_nf4_are_kept(on_gpu, request):
     assert np.array_equal(CodedMatrix(encode("nf4", jnp.asarray(w), False), "nf4", "mlp", False).entries, w)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4-double", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nf4", "nf4-double"))]
+)
 def test_a_product_saves_what_is_stored_alone(kind):
     """The gradient is that of the decoded matrix."""
     r = np.random.default_rng(1)

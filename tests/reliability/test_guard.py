@@ -42,7 +42,8 @@ def poison(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["zero 3"], pytest.param(LAYOUTS["pipeline"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUTS["zero 3"], LAYOUTS["pipeline"]])
 def test_a_nan_is_skipped_bit_for_bit(tmp_path, poison, layout, capsys):
     arguments = [*layout, "train.steps=5", "checkpoint.every=5"]
     assert train(tmp_path / "excluded", *arguments, "train.guard.exclude=[3]") == Exit.DONE

@@ -40,6 +40,7 @@ def config(tmp_path, *tasks: str) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_checkpoint(tmp_path, one_device, capfd):
     tasks = [f"choice={write_lines(tmp_path / 'choice.jsonl', *CHOICES)}", "validation"]
     assert loop.train(config(tmp_path, *tasks)) == Exit.DONE
