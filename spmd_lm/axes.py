@@ -41,8 +41,12 @@ def is_dim_names(x: Any) -> bool:
 @functools.cache
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
-    matrix = len([name for name in names if name != "layers"]) > 1
-    return tuple(ZERO_DIMS.get(name or "", name) for name in names) if matrix else names
+    return tuple(ZERO_DIMS.get(name or "", name) for name in names) if is_matrix(names) else names
+
+
+def is_matrix(names: DimNames) -> bool:
+    """True for a matrix or a table, or a stack of them; false for biases and norms."""
+    return len([name for name in names if name != "layers"]) > 1
 
 
 def axis_of(name: str) -> str:

@@ -24,6 +24,7 @@ from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.modules import ModelModules, modules_of_model
 from spmd_lm.ops.cross_entropy import LogitsPolicy
+from spmd_lm.parallel.groups import offloaded
 from spmd_lm.parallel.mesh import Layout, abstract_mesh
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
@@ -92,7 +93,7 @@ def abstract_plan(
     prefetched = (model.period.keys[:1] or model.prefetched) if ahead and not breadth_first else ()
     tokens = tokens_per_device(config, layout)
     collective_matmul = () if model.modules.own_block else collective_matmul_branches(config, platform, kind, tokens)
-    return _abstract_plan(
+    plan = _abstract_plan(
         model,
         layout,
         platform,
@@ -112,6 +113,9 @@ def abstract_plan(
         own_rules=model.modules.rules,
         replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )
+    if (memory := config.optim.offload) != "none" and not offloaded(plan):
+        raise ConfigError(f"optim.offload={memory}: no matrix is trained, and vectors stay. Use optim.offload=none.")
+    return plan
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for each plan again, for many microbatch counts and schedules

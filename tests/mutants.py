@@ -42,6 +42,7 @@ FILES = [
     "parallel/pipeline/transfer.py",
     "parallel/pipeline/interpreter.py",
     "step/loss_scale.py",
+    "step/offload.py",
     "step/optimizer.py",
     "step/train_step.py",
 ]
@@ -100,6 +101,7 @@ WATCHERS = [
     "tests/step/test_train_step.py",
     "tests/test_own_loop.py",
     "tests/step/test_layer_kinds.py",
+    "tests/step/test_offload.py",
     "tests/step/test_overlap.py",
     "tests/step/test_allocated_scan.py",
     "tests/evaluation/test_scoring.py",

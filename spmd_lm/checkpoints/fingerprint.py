@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
 GOLDEN, MURMUR_1, MURMUR_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
@@ -66,7 +67,12 @@ def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
     """Fingerprints of all leaves, 16 hexadecimal digits by path; and True if all numbers are finite.  One pass over the
-    arrays, on their devices; every process gets the same result."""
-    measured = jax.device_get({path: measure(leaf) for path, leaf in leaves_by_path(tree).items()})
+    arrays, on their devices, to which those in their hosts' memory come one after the other; every process gets the
+    same result."""
+    measured = jax.device_get({path: _measure_anywhere(leaf) for path, leaf in leaves_by_path(tree).items()})
     prints = {path: "".join(f"{int(number):08x}" for number in mixed) for path, (mixed, _) in measured.items()}
     return prints, all(finite for _, finite in measured.values())
+
+
+def _measure_anywhere(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return measure(x) if x.sharding.memory_kind != PINNED else jax.block_until_ready(measure(moved(x, DEVICE)))

@@ -1,5 +1,6 @@
 """Warm start: a run's first state from another run's parameters; those that it lacks are initialized."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.errors import CheckpointError
 from spmd_lm.ops.few_bits import encode
+from spmd_lm.parallel.host_memory import DEVICE, on_devices
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
@@ -84,7 +86,7 @@ class PretrainedRun:
         }
         if uncoded is program:
             read = self.checkpoints.restore_params_by_path(step, abstract)
-            return {path: x.astype(own[path].dtype) for path, x in read.items()}
+            return {path: on_devices(partial(jnp.asarray, dtype=own[path].dtype), x) for path, x in read.items()}
         return self._coded(step, abstract, own)
 
     def _coded(self, step: int, abstract: Shapes, own: Shapes) -> dict[str, jax.Array]:
@@ -133,10 +135,11 @@ def _without_codes(program: Program) -> Program:
     """The run's program, with a base that is not quantized."""
     adapter = program.config.adapter.model_copy(update={"base": "none"})
     config = program.config.model_copy(update={"adapter": adapter})
-    return Program(config, [*program.plan.mesh.devices.flat], program.model.modules)
+    return Program(config, [*program.plan.mesh.devices.flat], program.model.modules, trains=False)
 
 
 def _first_rows(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape == like.shape:
         return x
-    return jax.jit(lambda x: jnp.copy(x[: like.shape[0]]), out_shardings=like.sharding)(x)
+    on_device = like.sharding.with_memory_kind(DEVICE)
+    return on_devices(jax.jit(lambda x: jnp.copy(x[: like.shape[0]]), out_shardings=on_device), x)

@@ -94,7 +94,7 @@ def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[s
     leaves = merge_adapters(leaves_by_path(params), adapted.model)
     to = merged_config(config, target)
     with atomic_directory(target) as directory:
-        program = Program(to)
+        program = Program(to, trains=False)
         tree = from_paths(leaves, program.plan.shapes)
         moved = _moved(_logits(adapted, params), _logits(program, tree))
         write_new_run(program, tree, directory)

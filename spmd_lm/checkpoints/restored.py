@@ -96,7 +96,7 @@ def _restore(config: RunConfig, fallback: bool, *, with_base: bool) -> tuple[Pro
         meta = checked_meta(checkpoints, step)
         check_compatible(meta["config"], config.model_dump(by_alias=True), config.run.directory)
         check_vocabulary(config, config.run.directory, meta if step else None)
-        program = Program(config)
+        program = Program(config, trains=False)
         params = checkpoints.restore_params(step, program.saved_part(program.abstract_canonical()).params)
         return program, _with_base(params, meta, program) if with_base else params, step
 

@@ -125,6 +125,12 @@ def frozen_parameters_have_their_dtype(
         yield use(f"{precision.frozen=!s} has no effect where nothing is frozen", "precision.frozen=null")
 
 
+def host_updates_what_is_offloaded(optim: OptimizerConfig) -> Problems:
+    if optim.offload_update == "host" and optim.offload == "none":
+        problem = f"{optim.offload_update=!s} has no effect with {optim.offload=!s}"
+        yield use(problem, "optim.offload=host", "optim.offload_update=device")
+
+
 def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) -> Problems:
     if adapter.kind != "none" and model.share_layers:
         yield use(f"model.share_layers=true with {adapter.kind=!s}", "model.share_layers=false", "adapter.kind=none")
@@ -383,6 +389,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     layers_can_be_shared,
     adapted_layers_are_not_shared,
     frozen_parameters_have_their_dtype,
+    host_updates_what_is_offloaded,
     settings_have_an_effect,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

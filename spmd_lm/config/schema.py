@@ -292,6 +292,9 @@ class OptimizerConfig(Section):
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # parameters that are not trained: name patterns, separated by spaces; parallel/freeze.py
     freeze: Annotated[str, Field(max_length=1000)] = ""
+    # memory of the optimizer's state, and of the float32 weights, of matrices; docs/memory.md
+    offload: Literal["none", "host"] = "none"
+    offload_update: Literal["device", "host"] = "device"  # which of them computes the update of what is offloaded
 
 
 class AdamW(OptimizerConfig):

@@ -7,6 +7,7 @@ layouts and topologies."""
 
 from typing import NamedTuple
 
+from spmd_lm.axes import is_matrix
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
@@ -17,6 +18,7 @@ from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import moments_per_parameter
+from spmd_lm.parallel.groups import groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Parameter, Plan
@@ -74,6 +76,7 @@ class Point(NamedTuple):
 
 FORWARD, HEAD = "forward through the last layer", "the head"
 BLOCKS, EMBEDDING = "backward through the blocks", "the embedding's gradient"
+UPDATE = "the update of what is offloaded"
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -83,9 +86,49 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
-    trained = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
-    moments = moments_per_parameter(config.optim) * trained
-    return {"parameters": plan.bytes_per_device(None), config.optim.moments: moments}
+    trained = plan.elements_per_device(trained=True) - _offloaded_elements(config, plan)
+    moments = moments_per_parameter(config.optim) * trained * dtype_bytes(config.precision.params)
+    weights = sum(each.elements * dtype_bytes(stored_dtype(config, each)) for each in plan.parameters)
+    return {"parameters": weights, config.optim.moments: moments}
+
+
+def state_on_host(config: RunConfig, plan: Plan) -> int:
+    """Bytes of masters and moments of a device that its host's memory holds.  Where optim.offload_update=host, devices
+    of one host that have the same shards share one copy."""
+    p, on_host = config.precision, config.optim.offload_update == "host"
+    masters = on_host or weight_dtype(p.compute, p.params) != p.params
+    per_element = (moments_per_parameter(config.optim) + masters) * dtype_bytes(p.params)
+    return _offloaded_elements(config, plan) * per_element
+
+
+def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """Bytes that a device and its host send each other in one step's update of what is offloaded, by name."""
+    if config.optim.offload == "none":
+        return {}
+    if config.optim.offload_update == "device":
+        size = state_on_host(config, plan)
+        return {"masters and moments to devices": size, "masters and moments to hosts": size}
+    p, elements = config.precision, _offloaded_elements(config, plan)
+    weights = elements * dtype_bytes(weight_dtype(p.compute, p.params))
+    return {"gradients to hosts": elements * dtype_bytes(_gradient_dtype(config)), "weights to devices": weights}
+
+
+def _gradient_dtype(config: RunConfig) -> str:
+    """The dtype of the gradients of what is offloaded, at the end of a step."""
+    p = config.precision
+    return p.params if p.loss_scale == "dynamic" else p.reduce
+
+
+def _offloaded_elements(config: RunConfig, plan: Plan) -> int:
+    """Elements on a device of parameters whose optimizer state is offloaded."""
+    return 0 if config.optim.offload == "none" else sum(each.elements for each in offloaded(plan))
+
+
+def stored_dtype(config: RunConfig, parameter: Parameter) -> str:
+    """The dtype of a parameter on its devices between steps."""
+    if config.optim.offload == "none" or not (parameter.trained and is_matrix(parameter.names)):
+        return parameter.dtype
+    return weight_dtype(config.precision.compute, parameter.dtype)
 
 
 def fullest_point(config: RunConfig, plan: Plan) -> Point:
@@ -97,7 +140,7 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
 
 
 def on_host(config: RunConfig, plan: Plan) -> int:
-    """Bytes that a device keeps in its host's memory: what it saves for backward, of one microbatch."""
+    """Bytes that a device saves for backward in its host's memory, of one microbatch."""
     return int(_Step(config, plan).offloaded)
 
 
@@ -182,7 +225,7 @@ class _Step:
         if not plan.zero.gathers_on_use:
             return
         self.resident = 0 if self.compiler.casts_layers else plan.bytes_per_device(p.compute, "blocks")
-        self.resident *= p.compute != p.params
+        self.resident *= p.compute != p.params and self.config.optim.offload == "none"
         if plan.zero.gather_per == "layer":
             self.in_use = period * (layer + ahead / self.layers_of_stage)
         else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read
@@ -194,7 +237,7 @@ class _Step:
         compute = self.float32 if self.compiler.computes_in_float32 else self.itemsize
 
         def is_copied(each: Parameter) -> bool:
-            cast = not each.coded and each.dtype != self.config.precision.compute
+            cast = not each.coded and stored_dtype(self.config, each) != self.config.precision.compute
             return cast or each.gathered_elements != each.elements
 
         copied = [each for each in self.plan.parameters if each.path[0] in parts and is_copied(each)]
@@ -226,8 +269,22 @@ class _Step:
         embedding = self.embedding * (self.float32 / self.itemsize)
         embedding += self.head_gradient if scatters else self.embedding if self.plan.layout.pipe > 1 else 0
         points = self._points_of_stages(head, embedding) if self.plan.layout.pipe > 1 else self._points(head, embedding)
+        points += [self._update()] * (self.config.optim.offload != "none")
         absent = [BLOCKS] * (not self.trains_layers) + [EMBEDDING] * (not self.plan.trains("embedding"))
         return [point for point in points if point.name not in absent]
+
+    def _update(self) -> Point:
+        """The update on the devices, two groups at a time, of all gradients; on the host, new weights beside old."""
+        p, optim, parameters = self.config.precision, self.config.optim, offloaded(self.plan)
+        elements = sum(each.elements for each in parameters)
+        on_host = optim.offload_update == "host"
+        groups = groups_of(parameters, self.plan.layout.pipe, split=not on_host)
+        largest = max(group.elements for made in groups for group in made)
+        each = state_on_host(self.config, self.plan) // elements
+        held = dtype_bytes(weight_dtype(p.compute, p.params)) if on_host else each
+        return Point(
+            UPDATE, 0, elements * dtype_bytes(_gradient_dtype(self.config)), 0, min(2 * largest, elements) * held
+        )
 
     def _points(self, head: float, embedding: float) -> list[Point]:
         added_up = self.accumulated if self.several else 0

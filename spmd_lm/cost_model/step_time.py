@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.compute_time import LayerSeconds, head_seconds, layer_seconds
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
@@ -114,7 +115,8 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, software: So
 
     bubble = 0.0 if software.idle_is_free or idle_is_work else counts.bubble
     step = combine(plan, hardware, compute, rows, hidden, bubble)
-    return dataclasses.replace(step, host=passes * _seconds_of_offloading(config, plan, hardware, layer))
+    host = passes * _seconds_of_offloading(config, plan, hardware, layer) + _seconds_of_state(config, plan, hardware)
+    return dataclasses.replace(step, host=host)
 
 
 def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, layer: LayerSeconds) -> float:
@@ -124,6 +126,17 @@ def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, la
         return 0.0
     copy = stream_bytes(config, plan) / hardware.host
     return max(0.0, copy - layer.forward) + max(0.0, copy - layer.backward)
+
+
+def _seconds_of_state(config: RunConfig, plan: Plan, hardware: Hardware) -> float:
+    """Seconds in which masters and moments come from the host and go back, at the same time, group by group; or, where
+    the host updates them, gradients go and weights come back.  Nothing hides them, because they wait for the norm.  The
+    host's own work is not counted; 0 where the rate is unknown."""
+    copied = memory.copied_by_updates(config, plan)
+    if not copied or hardware.host is None:
+        return 0.0
+    both_at_once = config.optim.offload_update == "device"
+    return (max if both_at_once else sum)(copied.values()) / hardware.host
 
 
 def combine(

@@ -289,7 +289,7 @@ def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) ->
     """The run of `config`, with the adapters of a PEFT directory.  fallback: use run.init_from's newest undamaged
     checkpoint.  Raises as `import_peft` does."""
     assert config.run.init_from
-    program = Program(config)
+    program = Program(config, trains=False)
     pretrained = PretrainedRun(program, Path(config.run.init_from).expanduser(), fallback)
     names = PeftNames(config, program, pretrained.directory)
     if isinstance(config.adapter, IA3):

@@ -62,7 +62,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
     NonFiniteError for NaN or infinite weights."""
     require_single_process("import")
     with atomic_directory(config.run.directory) as run_dir:
-        program = Program(config)
+        program = Program(config, trains=False)
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
         file_names = match_tensors(model_dir, shapes)
         params = read_params(model_dir, file_names, program.abstract_canonical().params)

@@ -104,11 +104,12 @@ def audit_step(
         "memory_traffic": device_traffic(program.config, program.plan, module, shares, hardware),
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
+        "updates": _updates(config, program),
         "compile_seconds": compile_seconds,
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,
     }
-    report["ok"] = report["ok"] and _offloads_what_is_planned(report["memory"])
+    report["ok"] &= _offloads_what_is_planned(report["memory"]) and _updates_as_planned(report["updates"])
     return AuditedStep(program, module, shares, report)
 
 
@@ -283,6 +284,29 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
     }
 
 
+def _updates(config: RunConfig, program: Program) -> dict[str, Any] | None:
+    """Bytes per device: what a step copies to and from the host, and planned; the most that an update on the devices
+    holds, and two of its groups, with their weights and gradients.  None if nothing is offloaded."""
+    if program.offload is None:
+        return None
+    held, allowed = [0], [0]
+    for lowered in program.lowered_updates().values():
+        m = lowered.compile().memory_analysis()
+        assert m is not None
+        held.append(m.peak_memory_in_bytes)
+        allowed.append(m.argument_size_in_bytes + m.alias_size_in_bytes)
+    return {
+        "copied": program.copied_by_updates(),
+        "planned": memory.copied_by_updates(config, program.plan),
+        "held": max(held),
+        "two_groups": max(allowed),
+    }
+
+
+def _updates_as_planned(updates: dict[str, Any] | None) -> bool:
+    return not updates or (updates["copied"] == updates["planned"] and updates["held"] <= updates["two_groups"])
+
+
 def _offloads_what_is_planned(m: dict[str, Any]) -> bool:
     return abs(m["host"] - m["planned_host"]) <= HOST_TOLERANCE * m["planned_host"]
 
@@ -313,6 +337,7 @@ def render(result: dict[str, Any]) -> str:
     lines += render_exposed(r["exposed"]) if r["exposed"] else []
     lines += render_traffic(r["memory_traffic"]) if r["memory_traffic"] else []
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
+    lines += _render_updates(r["updates"]) if r["updates"] else []
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
     lines += r["compiler_advice"]
     apart_from = ", apart from your modules, which it does not judge" if r["not_judged"] else ""
@@ -321,6 +346,19 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"host    the compiler puts {host} into its host's memory, where {wanted} should rest")
     lines.append(("matches theory" if r["ok"] else "does NOT match theory") + apart_from)
     return "\n".join(lines)
+
+
+def _render_updates(updates: dict[str, Any]) -> Iterator[str]:
+    copied, planned = (
+        ", ".join(f"{format_bytes(size)} of {name}" for name, size in updates[key].items())
+        for key in ("copied", "planned")
+    )
+    yield f"copies  {copied}"
+    if updates["copied"] != updates["planned"]:
+        yield f"        where {planned} are planned"
+    if updates["held"]:
+        held, allowed = (format_bytes(updates[key]) for key in ("held", "two_groups"))
+        yield f"updates hold {held}; with two groups {allowed}"
 
 
 def _table(title: str, rows: list[dict[str, Any]], last: str) -> list[str]:

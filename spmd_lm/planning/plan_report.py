@@ -67,7 +67,10 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,
-        "host_memory": memory.on_host(config, plan),
+        "host_memory": {
+            "activations": memory.on_host(config, plan),
+            "masters and moments": memory.state_on_host(config, plan),
+        },
         "fullest_in": memory.fullest_point(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
@@ -116,7 +119,7 @@ def _plan_of_run(config: RunConfig) -> Plan:
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters, rules = [], PARAMETERS.with_own(plan.own_rules)
     for each in plan.parameters:
-        size = each.elements * dtype_bytes(each.dtype)
+        size = each.elements * dtype_bytes(memory.stored_dtype(config, each))
         # `data` is one axis here, in the mesh perhaps several
         spec = [list(rules.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
@@ -247,7 +250,8 @@ def summary(description: dict[str, Any]) -> str:
     how = f"{loop['count']}{_describe_period(loop)} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
     if loop["loop_copies"]:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
-    host = f", and {format_bytes(d['host_memory'])} on its host" if d["host_memory"] else ""
+    on_host = sum(d["host_memory"].values())
+    host = f", and {format_bytes(on_host)} on its host" if on_host else ""
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
@@ -280,7 +284,7 @@ def render(description: dict[str, Any]) -> str:
     rows = [(row, format_bytes(size)) for row, size in d["memory"].items()]
     total = f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"
     table = [("memory per device", ""), *rows, ("total, about", total)]
-    table += [("activations on the host", format_bytes(d["host_memory"]))] if d["host_memory"] else []
+    table += [(f"{name} on the host", format_bytes(size)) for name, size in d["host_memory"].items() if size]
     pipeline = ["", *_render_pipeline(d["pipeline"])] if d["pipeline"] else []
     return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])
 

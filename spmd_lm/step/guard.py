@@ -16,10 +16,17 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Guard, RunConfig
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import Tree, merge
+from spmd_lm.parallel.trees import Tree, exclude, merge, subset_of
 from spmd_lm.step import loss_scale
-from spmd_lm.step.optimizer import Optimizer, global_norm, trained_gradients
-from spmd_lm.step.state import TrainState
+from spmd_lm.step.optimizer import (
+    Optimizer,
+    PendingUpdate,
+    global_norm,
+    in_masters_dtypes,
+    trained_layers,
+    without_frozen_layers,
+)
+from spmd_lm.step.state import TrainState, scalars_of
 
 SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
 """Reasons, indexed by the metric skip_reason; '' for a step that was not skipped."""
@@ -61,15 +68,16 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after this step, inside `plan.partition`, and metrics.  loss: the global batch's, unscaled.  grads: the
-    trained parameters', reduced, times the loss scale if there is one.
+) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
+    """The state after this step, inside `plan.partition`, metrics, and the update that is left for parameters whose
+    optimizer state is offloaded.  loss: the global batch's, unscaled.  grads: the trained parameters', reduced, times
+    the loss scale if there is one.
 
     Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window
     grads, scale, metrics = loss_scale.unscale_gradients(config.precision, plan, state, grads)
-    grads = trained_gradients(plan, state.params, grads)
-    norm = global_norm(plan, grads)
+    summed, grads, masks = grads, in_masters_dtypes(plan, grads), trained_layers(plan, grads)
+    norm = global_norm(plan, without_frozen_layers(masks, grads))
     is_excluded = (state.step + 1 == jnp.array(guard.exclude or [0])).any()
     overflowed = metrics.get("skipped", jnp.bool_(False))
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -81,6 +89,11 @@ def update(
     if window is not None:
         window = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), window.push(loss), window)
     scalars = optimizer.scalars(state, norm, is_applied)
-    params, opt_state = optimizer.update(plan, scalars, plan.trained(state.params), state.opt_state, grads)
+    offloaded = optimizer.offloaded(plan)
+    params, resident = (exclude(tree, offloaded) for tree in (plan.trained(state.params), grads))
+    params, opt_state = optimizer.update(plan.names, masks, scalars, params, state.opt_state, resident)
     new = TrainState(state.step + 1, merge(state.params, params), opt_state, scale, window)
-    return new, metrics | {"grad_norm": norm, "lr": scalars.lr, "skip_reason": reason.astype(jnp.int32)}
+    metrics |= {"grad_norm": norm, "lr": scalars.lr, "skip_reason": reason.astype(jnp.int32)}
+    if not offloaded:
+        return new, metrics, None
+    return new, metrics, PendingUpdate(subset_of(summed, offloaded), scalars, scalars_of(state.opt_state, state.params))

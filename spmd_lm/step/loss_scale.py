@@ -76,7 +76,7 @@ def unscale_gradients(
     whether the gradients are not finite; skipped_steps, int32, the number so far, this one included."""
     if (s := state.loss_scale) is None:
         return grads, None, {}
-    grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, plan.trained(state.params)), s)
+    grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, plan.trained(plan.shapes)), s)
     finite = all_finite(plan, grads)
     scale = next_loss_scale(p, s, finite)
     return grads, scale, {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}

@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from flax.traverse_util import unflatten_dict
 
-from spmd_lm.axes import is_dim_names
+from spmd_lm.axes import is_dim_names, is_matrix
 from spmd_lm.config.schema import AdamW, CustomOptimizer, Lion, OptimizerConfig
 from spmd_lm.ops.collectives import partial_sum, psum_axes
 from spmd_lm.ops.norm import upcast
 from spmd_lm.own_optimizer import own_rule
+from spmd_lm.parallel.groups import offloaded
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import Tree, subset_of
-from spmd_lm.step.state import TrainState
+from spmd_lm.parallel.trees import Tree, leaves_by_path, merge, subset_of
+from spmd_lm.step.state import TrainState, scalars_of, trees_of, with_trees
 
 
 def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def _sqrt_decay(optim: OptimizerConfig, decay_steps: int, step: jax.Array) -> ja
 
 def decay_mask(names: Tree) -> Tree:
     """Mask of weight decay: true for matrices and tables, false for biases and norms."""
-    return jax.tree.map(lambda n: len([d for d in n if d != "layers"]) > 1, names, is_leaf=is_dim_names)
+    return jax.tree.map(is_matrix, names, is_leaf=is_dim_names)
 
 
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -87,6 +88,11 @@ class Optimizer:
     def __post_init__(self):
         object.__setattr__(self, "rule", _rule(self.config))
 
+    def offloaded(self, plan: Plan) -> Tree:
+        """The parameters whose state is offloaded, as nested dicts for `subset_of`; {} for none."""
+        parameters = () if self.config.offload == "none" else offloaded(plan)
+        return unflatten_dict({each.path: each.names for each in parameters})
+
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":
         """Scalars of an update.  norm: the gradients'.  is_applied: see UpdateScalars."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
@@ -95,68 +101,102 @@ class Optimizer:
         shrink = None
         if self.config.clip:
             shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-        return UpdateScalars(lr, shrink, is_applied)
+        if not isinstance(self.config, AdamW):
+            return UpdateScalars(lr, shrink, is_applied)
+        count = jnp.where(is_applied, optax.safe_increment(state.updates), state.updates)
+        first, second = (1 / (1 - decay**count) for decay in (self.config.b1, self.config.b2))
+        return UpdateScalars(lr, shrink, is_applied, (first, second))
 
-    def update(self, plan: Plan, scalars: "UpdateScalars", params: Tree, opt_state: Any, grads: Tree) -> tuple:
-        """(params, opt_state) after the update, for any of the trained parameters, inside `plan.partition`.
+    def update(
+        self, names: Tree, masks: Tree, scalars: "UpdateScalars", params: Tree, opt_state: Any, grads: Tree
+    ) -> tuple[Tree, Any]:
+        """(params, opt_state) after the update of any of the trained parameters, or of any shards of them.
 
-        Elementwise: leaves are independent.  opt_state: optax's, for these.  grads: from `trained_gradients`."""
+        Elementwise: leaves are independent.  names: the plan's.  masks: see `trained_layers`.  opt_state: optax's, for
+        these parameters.  grads: theirs."""
         if (shrink := scalars.shrink) is not None:
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
 
-        # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
-        def if_applied(new: Tree, old: Tree) -> Tree:
-            return jax.tree.map(lambda new, old: jnp.where(scalars.is_applied, new, old), new, old)
+        # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.  It leaves
+        # frozen layers out too: if they were multiplied by zero, XLA could round the others differently.
+        def if_applied(new: Any, old: Any) -> Any:
+            return jnp.where(scalars.is_applied, new, old)
+
+        def if_trained(new: Tree, old: Tree) -> Tree:
+            stacks = subset_of(masks, old)
+            frozen = jax.tree.map(jnp.where, stacks, subset_of(new, stacks), subset_of(old, stacks))
+            return jax.tree.map(if_applied, merge(new, frozen), old)
 
         updates, new_state = self.rule.update(grads, opt_state, params)
-        opt_state = if_applied(new_state, opt_state)
+        moments = map(if_trained, trees_of(new_state, names), trees_of(opt_state, names))
+        counts = jax.tree.map(if_applied, scalars_of(new_state, names), scalars_of(opt_state, names))
+        opt_state = with_trees(counts, names, [*moments])
         if isinstance(self.config, AdamW):
-            updates = _adam_updates(self.config, opt_state)
-        decay = optax.add_decayed_weights(self.config.weight_decay, decay_mask(subset_of(plan.names, params)))
+            updates = _adam_updates(self.config, scalars, opt_state)
+        decay = optax.add_decayed_weights(self.config.weight_decay, decay_mask(subset_of(names, params)))
         updates, _ = decay.update(updates, decay.init(params), params)
-        updates = without_frozen_layers(plan, updates)
         updated = jax.tree.map(lambda p, u: p - scalars.lr.astype(p.dtype) * u, params, updates)
-        return if_applied(updated, params), opt_state
+        return if_trained(updated, params), opt_state
 
 
 class UpdateScalars(NamedTuple):
     """Scalars that all leaves of an update share.
     lr: the learning rate.
     shrink: factor of gradients that clips their norm; None where nothing clips.
-    is_applied: bool, whether parameters and moments change."""
+    is_applied: bool, whether parameters and moments change.
+    corrections: factors that correct the bias of Adam's first and second moments, 1 / (1 - decay**count); () for other
+      rules.  A product rounds alike in every program; a division by a scalar does not, XLA rewrites it."""
 
     lr: jax.Array
     shrink: jax.Array | None
     is_applied: jax.Array
+    corrections: tuple[jax.Array, ...] = ()
 
 
-def trained_gradients(plan: Plan, params: Tree, grads: Tree) -> Tree:
-    """`grads`, sharded like the trained parameters, in their dtypes, zero for frozen layers."""
-    return without_frozen_layers(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, plan.trained(params)))
+class PendingUpdate(NamedTuple):
+    """The update of parameters whose optimizer state is offloaded, which programs of their own make after the step's.
+    grads: sharded like the parameters, in the dtype in which they are summed.
+    opt_scalars: `scalars_of` the optimizer's state before the step."""
+
+    grads: Tree
+    scalars: UpdateScalars
+    opt_scalars: Any
 
 
-def without_frozen_layers(plan: Plan, tree: Tree) -> Tree:
-    """Zeroes the frozen layers of stacks in a tree like the trained parameters, or some of them."""
-
-    def zero_frozen(frozen: np.ndarray, x: jax.Array) -> jax.Array:
-        if not frozen.any():
-            return x
-        keep = plan.local_layers(jnp.asarray(~frozen, x.dtype))
-        return x * keep.reshape(-1, *(1,) * (x.ndim - 1))
-
-    return jax.tree.map(zero_frozen, subset_of(plan.frozen, tree), tree)
+def in_masters_dtypes(plan: Plan, grads: Tree) -> Tree:
+    """Gradients of the trained parameters in the dtypes of their masters."""
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, plan.trained(plan.shapes))
 
 
-def _adam_updates(config: AdamW, state: optax.ScaleByAdamState) -> Tree:
+def trained_layers(plan: Plan, params: Tree) -> Tree:
+    """Masks of the trained layers, bool [layers of this stage, 1, ...], for stacks of `params` that are frozen in part;
+    inside `plan.partition`."""
+    frozen = leaves_by_path(subset_of(plan.frozen, params))
+    ndim = {path: leaf.ndim for path, leaf in leaves_by_path(params).items()}
+    masks = {
+        path: plan.local_layers(jnp.asarray(~each)).reshape(-1, *(1,) * (ndim[path] - 1))
+        for path, each in frozen.items()
+        if each.any()
+    }
+    return unflatten_dict(masks, sep=".")
+
+
+def without_frozen_layers(masks: Tree, tree: Tree) -> Tree:
+    """Zeroes the frozen layers of stacks.  masks: `trained_layers` of the tree."""
+    return merge(tree, jax.tree.map(lambda mask, x: jnp.where(mask, x, 0), masks, subset_of(tree, masks)))
+
+
+def _adam_updates(config: AdamW, scalars: UpdateScalars, state: optax.ScaleByAdamState) -> Tree:
     """optax.scale_by_adam's updates, computed from the moments in its state after the select.
 
     optax computes them from the moments before the select: then XLA would compute the new moments twice and copy the
     old ones, on a CPU 3% of a step of GPT-2 124M."""
-    mean, mean_square = (
-        optax.tree_utils.tree_bias_correction(moment, decay, state.count)
-        for moment, decay in ((state.mu, config.b1), (state.nu, config.b2))
-    )
-    return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + config.eps), mean, mean_square)
+    first, second = scalars.corrections
+
+    def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+        return m * first.astype(m.dtype) / (jnp.sqrt(v * second.astype(v.dtype)) + config.eps)
+
+    return jax.tree.map(direction, state.mu, state.nu)
 
 
 @jax.named_scope("scalars")

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -17,18 +18,21 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CompilerError
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import LossDict
+from spmd_lm.parallel.groups import Group
+from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.mesh import domains_of_model, is_absent, make_mesh
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
-from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, subset_of
+from spmd_lm.parallel.trees import Tree, exclude, from_paths, leaves_by_path, merge, subset_of
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
 from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.optimizer import Optimizer
-from spmd_lm.step.state import TrainState
+from spmd_lm.step.offload import DeviceUpdate, Offload, Shared, Trees
+from spmd_lm.step.optimizer import Optimizer, PendingUpdate
+from spmd_lm.step.state import TrainState, trees_of, with_trees
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
@@ -47,12 +51,20 @@ def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+def _bytes_per_device(tree: Tree) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
 class Program:
     """One config, bound to devices (default: all there are).  device: the first of the mesh; all are alike.
 
-    model: a user's block, head or ModelModules, in place of model.module."""
+    model: a user's block, head or ModelModules, in place of model.module.
+    trains: whether it takes steps; if not, optim.offload has no effect."""
 
-    def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None):
+    def __init__(
+        self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None, *, trains: bool = True
+    ):
         devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
         plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules)
         across_hosts = config.parallel.model_across_hosts
@@ -60,7 +72,9 @@ class Program:
         require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
         self.model = make_model(config, plan.platform, plan, modules)
-        self.optimizer = Optimizer(config.optim, config.train.steps)
+        optim = config.optim if trains else config.optim.model_copy(update={"offload": "none"})
+        self.optimizer = Optimizer(optim, config.train.steps)
+        self.offload = None if optim.offload == "none" else Offload(config, self.plan, self.optimizer)
         p = config.parallel
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
@@ -70,11 +84,14 @@ class Program:
 
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""
-        init_params = functools.partial(self.model.init, self.config.train.seed)
-        init = jax.jit(
-            lambda: self._initial_state(self.plan.from_canonical(init_params())), out_shardings=self.state_shardings
-        )
-        return init()
+
+        def init(part: Callable[[Tree], Tree]) -> TrainState:
+            def init_part() -> TrainState:
+                return self._initial_state(part(self.plan.from_canonical(self.model.init(self.config.train.seed))))
+
+            return jax.jit(init_part, out_shardings=_shardings(self._abstract_padded(part)))()
+
+        return self._in_parts(init)
 
     def initial_params(self, paths: Collection[str]) -> dict[str, jax.Array]:
         """The canonical parameters at these paths before the first step."""
@@ -94,9 +111,24 @@ class Program:
         return dataclasses.replace(canonical, params=self.plan.trained(canonical.params))
 
     def initial_canonical(self, params: Tree) -> TrainState:
-        """The canonical state before the first step, with these canonical parameters."""
-        state = jax.jit(self._initial_state, out_shardings=_shardings(self.abstract_canonical()))(params)
+        """The canonical state before the first step, with these canonical parameters; without the moments of what is
+        offloaded, which `from_canonical` makes."""
+        part = params if self.offload is None else exclude(params, self.offload.tree)
+        like = self._abstract(subset_of(self.plan.shapes, part), self.plan.canonical_specs)
+        state = jax.jit(self._initial_state, out_shardings=_shardings(like))(part)
         return dataclasses.replace(state, params=params)
+
+    def _in_parts(self, make: Callable[[Callable[[Tree], Tree]], TrainState]) -> TrainState:
+        """The state on devices, from parts of it.  make(part): the part with `part` of each tree, masters included."""
+        if (offload := self.offload) is None:
+            return make(lambda tree: tree)
+        state, offloaded = make(lambda tree: exclude(tree, offload.tree)), []
+        for groups, tree in zip(offload.groups, offload.trees(), strict=True):
+            made = make(functools.partial(subset_of, like=tree))
+            weights, states = offload.hold(groups, trees_of(made, self.plan.names))
+            state = dataclasses.replace(state, params=merge(state.params, weights))
+            offloaded.append(states)
+        return dataclasses.replace(state, offloaded=tuple(offloaded))
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
@@ -110,22 +142,55 @@ class Program:
         shardings = self.plan.sharding(state.map_params(functools.partial(subset_of, specs), lambda _: P()))
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
 
+    def _abstract_padded(self, part: Callable[[Tree], Tree]) -> TrainState:
+        """Shapes, dtypes and shardings of a part of the state, masters included, on devices."""
+        return self._abstract(part(self.plan.padded_shapes), self.plan.param_specs)
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        return self._abstract(self.plan.padded_shapes, self.plan.param_specs)
+        if (offload := self.offload) is None:
+            return self._abstract_padded(lambda tree: tree)
+        state = self._abstract_padded(lambda tree: exclude(tree, offload.tree))
+        masters = self._abstract_padded(functools.partial(subset_of, like=offload.tree)).params
+        weights = jax.tree.map(lambda x: x.update(dtype=offload.dtype), masters)
+        return dataclasses.replace(state, params=merge(state.params, weights))
 
     def abstract_canonical(self) -> TrainState:
         """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
-        return self._abstract(self.plan.shapes, self.plan.canonical_specs)
+        state = self._abstract(self.plan.shapes, self.plan.canonical_specs)
+        if self.offload is None:
+            return state
+
+        def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return x.update(sharding=x.sharding.with_memory_kind(PINNED))
+
+        offloaded = self.offload.tree
+        return state.map_params(lambda tree: merge(tree, jax.tree.map(on_host, subset_of(tree, offloaded))))
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
+        """Shardings of the state on devices."""
         return _shardings(self.abstract_state())
 
     def canonical(self, state: TrainState) -> TrainState:
-        """`state` unpadded and in model order, as checkpoints hold it.  With one chunk it shares unpadded leaves."""
-        in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
-        return _fit(in_order, self.abstract_canonical())
+        """`state` unpadded and in model order, as checkpoints hold it.  With one chunk it shares unpadded leaves.
+
+        Offloaded leaves are in pinned host memory."""
+        if self.offload is None:
+            return self._canonical(state)
+        offloaded = self.offload.tree
+        canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offloaded)))
+        for tree, states in zip(self.offload.trees(), state.offloaded, strict=True):
+            trees = self.offload.whole(subset_of(state.params, tree), states)
+            part = self._canonical(with_trees(state.on_device, self.plan.names, trees))
+            canonical = canonical.merge(part.map_params(functools.partial(moved, memory=PINNED)))
+        return canonical
+
+    def _canonical(self, part: TrainState) -> TrainState:
+        """`canonical` of a part of the state on devices."""
+        in_order = self._reorder(part, lambda part: part.map_params(self.plan.to_model_order))
+        like = self._abstract(subset_of(self.plan.shapes, part.params), self.plan.canonical_specs)
+        return _fit(in_order, like)
 
     def from_canonical(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and in stage order.  Missing OPTIONAL_FIELDS and moments start anew."""
@@ -135,13 +200,20 @@ class Program:
         }
         missing = {name: value for name, value in new.items() if getattr(canonical, name) is None}
         placed = {name: jax.device_put(value, getattr(self.state_shardings, name)) for name, value in missing.items()}
-        placed["opt_state"] = self._with_all_moments(canonical)
-        padded = _fit(dataclasses.replace(canonical, **placed), self.abstract_state())
-        return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
+        canonical = dataclasses.replace(canonical, **placed)
+
+        def padded(part: Callable[[Tree], Tree]) -> TrainState:
+            of_part = moved(canonical.map_params(part), DEVICE) if self.offload else canonical
+            of_part = dataclasses.replace(of_part, opt_state=self._with_all_moments(of_part))
+            padded = _fit(of_part, self._abstract_padded(part))
+            return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
+
+        return self._in_parts(padded)
 
     def _with_all_moments(self, canonical: TrainState) -> Any:
         """The optimizer's canonical state, where parameters that have no moments get new ones."""
-        saved, wanted = leaves_by_path(canonical.opt_state), self.abstract_canonical().opt_state
+        shapes = subset_of(self.plan.shapes, canonical.params)
+        saved, wanted = leaves_by_path(canonical.opt_state), self._abstract(shapes, self.plan.canonical_specs).opt_state
         missing = {path: leaf.sharding for path, leaf in leaves_by_path(wanted).items() if path not in saved}
         if not missing:
             return canonical.opt_state
@@ -235,6 +307,43 @@ class Program:
             out_of_memory = reason.startswith("RESOURCE_EXHAUSTED") and "HBM" in reason.upper()
             raise CompilerError(problem, reason, out_of_memory) from error
 
+    def lowered_updates(self) -> dict[Group, jax.stages.Lowered]:
+        """The devices' programs that update what is offloaded, for one group of each shape."""
+        if self.offload is None or not isinstance(place := self.offload.place, DeviceUpdate):
+            return {}
+        weights, pending, lowered = self.abstract_state().params, self._abstract_pending(), {}
+        for groups, trees in zip(self.offload.groups, self._abstract_offloaded(), strict=True):
+            for group in {group.layers and group.layers[1]: group for group in groups}.values():
+                of_group = subset_of(weights, group.tree), trees, subset_of(pending.grads, group.tree)
+                lowered[group] = place.lower(group, *of_group, Shared(*pending[1:]))
+        return lowered
+
+    def copied_by_updates(self) -> dict[str, int]:
+        """Bytes that a device and its host send each other in one step's update of what is offloaded."""
+        if self.offload is None:
+            return {}
+        if isinstance(self.offload.place, DeviceUpdate):
+            size = _bytes_per_device([*self._abstract_offloaded()])
+            return {"masters and moments to devices": size, "masters and moments to hosts": size}
+        weights = subset_of(self.abstract_state().params, self.offload.tree)
+        grads = self._abstract_pending().grads
+        return {"gradients to hosts": _bytes_per_device(grads), "weights to devices": _bytes_per_device(weights)}
+
+    def _abstract_offloaded(self) -> Iterator[Trees]:
+        """Shapes, dtypes and shardings, on devices, of the masters and moments of each entry of `offload.groups`."""
+        assert self.offload is not None
+        for tree in self.offload.trees():
+            masters, *moments = trees_of(
+                self._abstract_padded(functools.partial(subset_of, like=tree)), self.plan.names
+            )
+            yield masters if self.offload.place.keeps_masters else {}, *moments
+
+    def _abstract_pending(self) -> PendingUpdate:
+        pending = jax.eval_shape(self.train_step, self.abstract_state(), self.abstract_batch())[2]
+        specs = subset_of(self.plan.param_specs, pending.grads)
+        shardings = self.plan.sharding(PendingUpdate(specs, *jax.tree.map(lambda _: P(), pending[1:])))
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), pending, shardings)
+
     def compile(self) -> float:
         """Compiles the train step, once; returns the seconds it took."""
         start = time.perf_counter()
@@ -242,9 +351,12 @@ class Program:
         return time.perf_counter() - start
 
     @functools.cached_property
-    def _execute(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    def _execute(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]]:
         return exclusive_first_call(self.compiled)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update.  `state` is donated."""
-        return self._execute(state, batch)
+        new, metrics, pending = self._execute(state.on_device, batch)
+        if self.offload is None or pending is None:
+            return new, metrics
+        return self.offload.update(dataclasses.replace(new, offloaded=state.offloaded), pending), metrics

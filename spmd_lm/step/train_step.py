@@ -26,10 +26,10 @@ from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, ShardedModel, SplitParams
-from spmd_lm.parallel.trees import Tree, tree_add
+from spmd_lm.parallel.trees import Tree, subset_of, tree_add
 from spmd_lm.period import BlockFn
 from spmd_lm.step import guard, loss_scale
-from spmd_lm.step.optimizer import Optimizer
+from spmd_lm.step.optimizer import Optimizer, PendingUpdate
 from spmd_lm.step.state import TrainState
 
 LossesAndGrads = tuple[LossDict, SplitParams]
@@ -38,13 +38,14 @@ LossesAndGrads = tuple[LossDict, SplitParams]
 def make_train_step(
     config: RunConfig, model: LanguageModel, optimizer: Optimizer, plan: Plan, schedule: Schedule, specs: TrainState
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}), and the metrics of unscale_gradients where the
-    loss is scaled; the state it is given is donated.  specs: PartitionSpecs of the state.
+    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}, PendingUpdate of what is offloaded), with the
+    metrics of unscale_gradients where the loss is scaled; the state it is given is donated.  specs: PartitionSpecs of
+    the state.
 
     loss: the sum of the objective's losses, in nats, and of the blocks' auxiliary ones, each a mean over the global
     batch; where there are several, each is a metric too, `NAME_loss`."""
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         # The loss scale is in the divisors, so that losses are scaled where they are formed: cross-entropy computes
         # gradients in its forward, and in float16 they must not underflow there.
@@ -71,12 +72,15 @@ def make_train_step(
         losses = loss_scale.unscale(plan.psum_batch(plan.psum_stages(losses)), state.loss_scale)
         reduced = sharded.reduce_gradients(grads)
         # update
-        state, metrics = guard.update(config, optimizer, plan, state, reduced, sum_losses(losses))
+        state, metrics, pending = guard.update(config, optimizer, plan, state, reduced, sum_losses(losses))
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
-        return state, {"loss": sum_losses(losses)} | each_loss | metrics
+        return state, {"loss": sum_losses(losses)} | each_loss | metrics, pending
 
-    step = plan.partition(train_step, (specs, plan.batch_specs), (specs, P()))
-    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
+    offloaded = subset_of(plan.param_specs, optimizer.offloaded(plan))
+    replicated: Any = P()
+    out_specs = specs, replicated, PendingUpdate(offloaded, replicated, replicated) if offloaded else None
+    step = plan.partition(train_step, (specs, plan.batch_specs), out_specs)
+    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(out_specs))
 
 
 def make_eval_step(

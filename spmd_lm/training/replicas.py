@@ -48,7 +48,7 @@ class ReplicaCheck:
 
     def check(self, state: TrainState, step: int) -> None:
         """Raises ReplicaError, in all processes of the job, naming leaves and devices."""
-        found = self._fingerprints(state)
+        found = self._fingerprints(state.on_device)
         own = [([axis.start or 0 for axis in shard.index], shard.data.tolist()) for shard in found.addressable_shards]
         prints = np.zeros(found.shape, np.uint32)
         for shards in allgather_objects(f"replicas {step}", own):

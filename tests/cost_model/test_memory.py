@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
+from spmd_lm.parallel import groups
+from spmd_lm.parallel.groups import offloaded
 from spmd_lm.planning.audit import audit_step
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
@@ -38,6 +40,22 @@ def test_state_is_what_the_compiled_step_takes_as_arguments(run, x64):
     assert table(p.config)["parameters"] == shard_bytes(p.init().params)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_step_takes_no_masters_or_moments_of_what_is_offloaded(zero):
+    """Nor more than weights in the compute dtype, with the state of vectors; the host has the rest."""
+    sections = {"parallel": {"data": 8, "zero": zero}, "precision": LOW}
+    p, whole = (program(make_config(optim={"offload": offload}, **sections)) for offload in ("host", "none"))
+    taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
+    assert sum(memory.state(p.config, p.plan).values()) == taken - 8
+    state, on_host = p.init(), memory.state_on_host(p.config, p.plan)
+    assert on_host == shard_bytes(state.offloaded) == memory.copied_by_updates(p.config, p.plan)[TO_DEVICES]
+    assert p.copied_by_updates() == memory.copied_by_updates(p.config, p.plan)
+    weights = on_host // 6  # two bytes of twelve
+    assert taken - 8 + on_host - weights == sum(memory.state(whole.config, whole.plan).values())
+
+
+TO_DEVICES = "masters and moments to devices"
 LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
 
 
@@ -209,3 +227,44 @@ def test_a_gpu_s_unrolled_layers_hold_what_their_backward_gathers():
     program, _, _, report = audit_step(config, compilable("h100:1x8"))
     found = report["memory"]
     assert not program.plan.scan and sum(found["planned"].values()) == pytest.approx(found["peak"], rel=0.05)
+
+
+def test_zero_offload_s_split():
+    """ZeRO-Offload (arXiv:2101.06840), section 4: of 16 bytes of state per parameter 2 stay on the device, beside the
+    gradients, and 4 cross to the host and back in a step."""
+    precision = LOW | {"reduce": "bfloat16"}
+    optim = {"offload": "host", "offload_update": "host"}
+    config = make_config(model={"width": 512}, precision=precision, optim=optim, parallel={"data": 8, "zero": 2})
+    plan = abstract_plan(config, 8, "gpu", "")
+    matrices = sum(each.elements for each in offloaded(plan))
+    vectors = plan.elements_per_device() - matrices
+    assert vectors < 0.05 * matrices
+    assert sum(memory.state(config, plan).values()) == 2 * matrices + 12 * vectors
+    assert memory.state_on_host(config, plan) == 12 * matrices
+    assert memory.copied_by_updates(config, plan) == {
+        "gradients to hosts": 2 * matrices,
+        "weights to devices": 2 * matrices,
+    }
+
+
+@pytest.mark.parametrize(("layers", "width", "terabytes"), [(80, 10240, 0.05), (100, 20480, 0.12), (128, 25600, 0.20)])
+def test_zero_infinity_s_activation_checkpoints(layers, width, terabytes):
+    """ZeRO-Infinity (arXiv:2104.07857), table 2: 2 x batch x row x width x layers bytes; 32 rows of 1024 a node."""
+    model = {"layers": layers, "width": width, "heads": width // 128, "context": 1024, "vocab": 50304}
+    sections = {"train": {"batch": 32}, "precision": LOW, "remat": {"policy": "offload"}}
+    config = make_config(model=model, parallel={"data": 16, "zero": 3}, **sections)
+    per_node = 16 * memory.on_host(config, abstract_plan(config, 16, "gpu", ""))
+    assert per_node == 2 * 32 * 1024 * width * layers
+    assert round(per_node / 2**40, 2) == terabytes
+
+
+def test_updates_hold_gradients_and_two_groups(monkeypatch):
+    """Where nothing of forward and backward is more: the optimizer's memory no longer grows with the model's."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**16)
+    sections = {"model": {"layers": 16, "width": 256}, "precision": LOW, "train": {"batch": 1}, "remat": FULL}
+    config = make_config(optim={"offload": "host"}, **sections)
+    point = memory.fullest_point(config, plan := abstract_plan(config, 1, "tpu", ""))
+    matrices = sum(each.elements for each in offloaded(plan))
+    largest = max(each.elements // 16 for each in offloaded(plan) if each.names[0] == "layers")
+    assert (point.name, point.gradients) == (memory.UPDATE, 4 * matrices)
+    assert point.workspace == 2 * 12 * largest

@@ -15,6 +15,7 @@ from spmd_lm.cost_model.hardware import GIB, Latency, Products, find_hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.step_time import OURS, SIMULATED, predict_step
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE
+from spmd_lm.parallel.groups import offloaded
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.resolve import abstract_plan
 from spmd_lm.step.program import Program
@@ -159,6 +160,21 @@ def test_layers_wait_for_copies_to_their_host_that_they_do_not_hide():
     copies = 2 * 8 * 64 * 512 * 1024 * 2 / 1e6  # there and back, of 8 layers
     assert slow.exposed == alone.exposed and slow.seconds == pytest.approx(alone.seconds + slow.host)
     assert copies - alone.compute < slow.host < copies
+
+
+def test_updates_of_what_is_offloaded_wait_for_its_copies():
+    """In and out at once, where devices update it; where the host does, gradients out, then weights in."""
+    hardware = dataclasses.replace(HARDWARE, host=1e6)
+    plain, device, host = (
+        config(optim={"offload": offload, "offload_update": place})
+        for offload, place in (("none", "device"), ("host", "device"), ("host", "host"))
+    )
+    matrices = sum(each.elements for each in offloaded(abstract_plan(plain, 1, "gpu", H100)))
+    alone, on_device, on_host = (predicted(each, 1, hardware) for each in (plain, device, host))
+    assert alone.host == 0
+    assert on_device.host == pytest.approx(12 * matrices / 1e6)
+    assert on_host.host == pytest.approx((4 + 2) * matrices / 1e6)
+    assert on_device.seconds == pytest.approx(alone.seconds + on_device.host)
 
 
 def flops_of(run, software=OURS):

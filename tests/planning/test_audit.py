@@ -14,17 +14,30 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.compiled_collectives import CompiledCollective
 from spmd_lm.config.load import load
+from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.models import language_model
 from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.ops.compiler_workarounds import WINDOW_TILES, padded_columns
+from spmd_lm.parallel import groups
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import _compare, _mark_rounded, _mark_unscattered, _with_available_kernel, audit, render
+from spmd_lm.planning.audit import (
+    _compare,
+    _mark_rounded,
+    _mark_unscattered,
+    _render_updates,
+    _updates,
+    _updates_as_planned,
+    _with_available_kernel,
+    audit,
+    render,
+)
 from spmd_lm.resolve import abstract_plan
-from tests.helpers import FILES, ORIGINAL_BERT, make_config
+from spmd_lm.step.program import Program
+from tests.helpers import FILES, FLOAT32, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
@@ -549,6 +562,56 @@ def test_inputs_that_stay_on_the_device_are_reported(monkeypatch):
     assert "the compiler puts 0 B into its host's memory, where 128.0 MiB should rest" in render(report)
 
 
+@slow
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("v5p:2x2x2", {"zero": 3, "microbatches": 2}),
+        ("v5p:2x2x2", {"zero": 1, "model": 2, "sequence": True, "partitioner": "types"}),
+        ("h100:1x8", {"zero": 1}),
+        ("h100:1x8", {"zero": 3, "pipe": 2, "microbatches": 4}),
+    ],
+    ids=str,
+)
+def test_offloaded_state_is_no_argument_of_the_step_s(name, parallel, monkeypatch):
+    """Which has weights in bfloat16; and an update holds no more than two groups, of layers of a stack too."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**20)
+    config = make_config(
+        model=BIG | {"layers": 16, "width": 1024, "heads": 8, "vocab": 8192, "dropout": 0.0, "attention_dropout": 0.0},
+        parallel={"data": -1} | parallel,
+        remat={"policy": "full"},
+        precision=BF16,
+        train={"batch": 32},
+        optim={"offload": "host"},
+    )
+    report = audit(config, compilable(name))
+    assert report["ok"], render(report)
+    plan, updates = abstract_plan(config, 8, *PLATFORMS[name]), report["updates"]
+    state = sum(memory.state(config, plan).values())
+    assert state <= report["memory"]["arguments"] < 1.01 * state + 2**20
+    assert updates["copied"]["masters and moments to hosts"] == memory.state_on_host(config, plan) > 5 * state
+    assert 0 < updates["held"] <= updates["two_groups"] < memory.state_on_host(config, plan)
+    planned(report["memory"])
+
+
+PLATFORMS = {"v5p:2x2x2": ("tpu", "TPU v5p"), "h100:1x8": ("gpu", "NVIDIA H100 80GB HBM3")}
+
+
+def test_an_update_that_holds_more_than_two_groups_is_reported(monkeypatch):
+    """As one whose arguments are not given away does; and so are copies that are not planned."""
+    adamw, lion = (
+        make_config(parallel={"data": 4, "zero": 1}, precision=FLOAT32, optim={"offload": "host", "kind": kind})
+        for kind in ("adamw", "lion")
+    )
+    assert _updates_as_planned(_updates(adamw, Program(adamw, jax.devices()[:4])))
+    unplanned = _updates(lion, p := Program(adamw, jax.devices()[:4]))
+    assert not _updates_as_planned(unplanned) and "are planned" in "".join(_render_updates(unplanned))
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f, **how: jit(f, **how | {"donate_argnums": ()}))
+    p.offload.place._programs.clear()
+    assert not _updates_as_planned(_updates(adamw, p))
+
+
 def planned(memory: dict) -> None:
     assert memory["peak"] == pytest.approx(sum(memory["planned"].values()), rel=0.1), memory
 
@@ -586,9 +649,9 @@ def test_adapters_take_what_is_planned(name, base, parallel):
 @slow
 def test_each_stage_of_zero_needs_fewer_temporaries():
     stages = [memory_of("full", zero=stage) for stage in range(4)]
-    for memory in stages:
-        planned(memory)
-    one, two, three = (memory["temporaries"] for memory in stages[1:])
+    for stage in stages:
+        planned(stage)
+    one, two, three = (stage["temporaries"] for stage in stages[1:])
     assert one > two > three
 
 

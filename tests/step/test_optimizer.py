@@ -11,7 +11,14 @@ from spmd_lm.config.schema import AdamW, Lion
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import merge
-from spmd_lm.step.optimizer import Optimizer, decay_mask, global_norm, lr_schedule, trained_gradients
+from spmd_lm.step.optimizer import (
+    Optimizer,
+    decay_mask,
+    global_norm,
+    lr_schedule,
+    trained_layers,
+    without_frozen_layers,
+)
 from spmd_lm.step.state import TrainState
 from tests import reference
 from tests.helpers import assert_close, canonical, device_batch, param_trees, program, run_of
@@ -31,10 +38,10 @@ def trees(seed, size=1.0):
 
 
 def update(optimizer, plan, state, grads):
-    grads = trained_gradients(plan, state.params, grads)
-    norm = global_norm(plan, grads)
+    masks = trained_layers(plan, grads)
+    norm = global_norm(plan, without_frozen_layers(masks, grads))
     scalars, params = optimizer.scalars(state, norm, jnp.bool_(True)), plan.trained(state.params)
-    params, opt_state = optimizer.update(plan, scalars, params, state.opt_state, grads)
+    params, opt_state = optimizer.update(plan.names, masks, scalars, params, state.opt_state, grads)
     state = TrainState(state.step + 1, merge(state.params, params), opt_state)
     return state, {"grad_norm": norm, "lr": scalars.lr}
 
@@ -92,10 +99,10 @@ def test_any_leaves_are_updated_as_all_together(x64):
     optimizer, params, grads = Optimizer(OPTIM, 10), trees(0), trees(1)
     state = TrainState(jnp.int32(0), params, optimizer.rule.init(params))
     scalars = optimizer.scalars(state, jnp.float64(7), jnp.bool_(True))
-    whole, moments = optimizer.update(plan, scalars, params, state.opt_state, grads)
+    whole, moments = optimizer.update(plan.names, {}, scalars, params, state.opt_state, grads)
     for name in params:
         (one, p, g) = ({name: tree[name]} for tree in (whole, params, grads))
-        alone, moments_alone = optimizer.update(plan, scalars, p, optimizer.rule.init(p), g)
+        alone, moments_alone = optimizer.update(plan.names, {}, scalars, p, optimizer.rule.init(p), g)
         assert_close(alone, one, 1e-15)
         assert_close(moments_alone.nu, {name: moments.nu[name]}, 1e-15)
         assert moments_alone.count == moments.count

@@ -1,0 +1,88 @@
+"""Time a step whose optimizer state rests on the host beside the plain step, on the devices that there are.
+
+    python benchmarks/offload.py configs/debug.yaml [key=value ...] [--rounds 10] [--json FILE]
+
+Programs of one run, warm, take turns, one step at a time: the plain step; optim.offload=host, with its update on the
+devices and on the host; remat.policy=full, and offload.  Exits 1 if losses differ that should be equal, bit for bit."""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+
+from spmd_lm.config.load import load
+from spmd_lm.step.program import Program
+from spmd_lm.training.bench import peak_memory, random_batch
+
+VARIANTS = {
+    "plain": (),
+    "offload=host": ("optim.offload=host",),
+    "offload=host, update=host": ("optim.offload=host", "optim.offload_update=host"),
+    "remat=full": ("remat.policy=full",),
+    "remat=offload": ("remat.policy=offload",),
+}
+SAME = {"offload=host": "plain", "offload=host, update=host": "plain", "remat=offload": "remat=full"}
+
+
+class Contender:
+    def __init__(self, config: str, overrides: list[str]):
+        self.program = Program(load(Path(config), overrides))
+        self.compile_seconds = self.program.compile()
+        self.state, self.batch = self.program.init(), random_batch(self.program)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        self.state, metrics = self.program.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(float(metrics["loss"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--rounds", type=int, default=10, help="steps that each program makes after the first two")
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="default: all that the run allows")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    contenders = {}
+    for name in args.only or VARIANTS:
+        contenders[name] = Contender(args.config, [*args.overrides, *VARIANTS[name]])
+        for _ in range(2):
+            contenders[name].step()
+        print(f"{name}: compiled in {contenders[name].compile_seconds:.0f} s", flush=True)
+    for turn in range(args.rounds):
+        for contender in [*contenders.values()][:: 1 if turn % 2 else -1]:
+            contender.step()
+    rows = {}
+    for name, contender in contenders.items():
+        seconds = contender.seconds[2:]
+        base = contenders.get("plain", contender).seconds[2:]
+        rows[name] = {
+            "ms": statistics.median(seconds) * 1e3,
+            "ratio": statistics.median(a / b for a, b in zip(seconds, base, strict=True)),
+            "loss": contender.losses[-1],
+        }
+        with contextlib.suppress(AttributeError, TypeError):
+            rows[name]["memory_gib"] = peak_memory(contender.program)[0] / 2**30
+        print(f"{name:28s}" + "".join(f"{key} {value:10.4f}  " for key, value in rows[name].items()))
+    wrong = [
+        name
+        for name, other in SAME.items()
+        if {name, other} <= contenders.keys() and contenders[name].losses != contenders[other].losses
+    ]
+    print(f"losses differ: {', '.join(wrong)}" if wrong else "losses are equal, bit for bit")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,231 @@
+"""A step whose optimizer state rests on the host is the step whose state does not.
+
+Bit for bit in float32 and less: jax before 0.12 compiles both to the same arithmetic.  Later ones fuse otherwise: there
+the runs are in float64, and equal to its rounding."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
+from spmd_lm.errors import ConfigError
+from spmd_lm.parallel import groups
+from spmd_lm.parallel.host_memory import PINNED
+from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.resolve import abstract_plan
+from spmd_lm.step.offload import HostUpdate
+from spmd_lm.step.program import Program
+from spmd_lm.training.replicas import ReplicaCheck
+from tests.helpers import FLOAT32, assert_close, assert_equal, degrees, device_batch, make_config
+
+SAME_BITS = jax.__version_info__ < (0, 12)
+MIXED = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
+SIXTEEN = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
+FLOAT16 = {"params": "float32", "compute": "float16", "reduce": "float32", "loss_scale": "dynamic"}
+FLOAT16 |= {"initial_scale": 2.0**30, "hysteresis": 1}  # its first steps overflow, and are skipped
+slow, watcher = pytest.mark.slow, pytest.mark.mutants
+
+
+def case(name, *marks, precision=FLOAT32, optim=None, **sections):
+    layers = {"layers": sections.pop("layers", 4)}
+    sections = {"model": layers, "precision": precision, "optim": optim or {}, **sections}
+    return pytest.param(sections, marks=marks, id=name)
+
+
+def parallel(**keys):
+    return {"data": 1} | keys
+
+
+CASES = [
+    case(
+        "zero3",
+        watcher,
+        parallel=parallel(data=4, model=2, sequence=True, zero=3),
+        precision=MIXED,
+        optim={"clip": 0.1, "freeze": "blocks.[0-1].mlp.*"},
+    ),
+    case(
+        "1f1b, layers frozen",
+        slow,
+        parallel=parallel(pipe=2, data=2, zero=2, microbatches=4),
+        optim={"kind": "lion", "freeze": "blocks.[0-1].mlp.* blocks.2.attention.query embedding.tokens"},
+    ),
+    case("one", slow, precision=MIXED),
+    case("zero0", slow, parallel=parallel(data=8), precision=MIXED),
+    case("zero1", slow, parallel=parallel(data=8, zero=1)),
+    case("zero2", slow, parallel=parallel(data=4, model=2, zero=2, microbatches=4), precision=SIXTEEN),
+    case("hybrid", slow, parallel=parallel(replica=2, data=2, model=2, zero=3, sequence=True), precision=MIXED),
+    case(
+        "breadth first",
+        slow,
+        layers=8,
+        parallel=parallel(pipe=2, chunks=2, data=2, zero=3, microbatches=4, schedule="breadth_first"),
+        precision=MIXED,
+        optim={"freeze": "blocks.[0-2].* *_bias"},
+    ),
+    case("float16", slow, parallel=parallel(data=4, zero=1), precision=FLOAT16),
+    case("adapters", slow, parallel=parallel(data=4, model=2, zero=3), precision=MIXED, adapter={"kind": "lora"}),
+    case("types", slow, parallel=parallel(data=4, model=2, zero=2, partitioner="types")),
+    case("lion", slow, parallel=parallel(data=2, zero=3), precision=MIXED, optim={"kind": "lion"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Groups of a layer of the largest matrices, so that stacks are split."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1024)
+
+
+@pytest.fixture
+def float64_unless_bits_are_equal(request):
+    if not SAME_BITS:
+        request.getfixturevalue("x64")
+
+
+def make_program(sections, **optim) -> Program:
+    sections = sections | {"optim": sections.get("optim", {}) | optim}
+    if not SAME_BITS and sections["precision"].get("loss_scale") is None:
+        sections |= {"precision": dict.fromkeys(FLOAT32, "float64")}
+    config = make_config(**sections)
+    return Program(config, jax.devices()[: degrees(config).devices])
+
+
+def run(p: Program, state, steps: range):
+    """(state, losses and gradients' norms)."""
+    metrics = []
+    for step in steps:
+        state, values = p.step(state, device_batch(p, step))
+        metrics.append([float(values[name]) for name in ("loss", "grad_norm", "skip_reason")])
+        metrics[-1].append(bool(values.get("skipped", False)))
+    return state, np.array(metrics)
+
+
+def on_host(p: Program, state):
+    return jax.device_get(p.canonical(state))
+
+
+def assert_same(got, want) -> None:
+    (state, metrics), (other, others) = got, want
+    if SAME_BITS:
+        assert_equal(metrics, others)
+        assert_equal(state, other)
+    else:
+        np.testing.assert_allclose(metrics, others, rtol=1e-12)
+        assert_close(leaves_by_path(state), leaves_by_path(other), 1e-11)
+
+
+@pytest.mark.parametrize("sections", CASES)
+def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bits_are_equal):
+    """On the devices, on the host; and switched on and off in the middle."""
+    steps = 20 if "slow" in [mark.name for mark in request.node.iter_markers()] else 4
+    plain = make_program(sections)
+    begun, first = run(plain, plain.init(), range(steps // 2))
+    middle = on_host(plain, begun)
+    last, second = run(plain, begun, range(steps // 2, steps))
+    whole = on_host(plain, last), np.concatenate([first, second])
+    if sections["precision"].get("loss_scale"):
+        assert 0 < whole[1][:, -1].sum() < steps  # some steps were skipped, and some were not
+    else:
+        assert not np.array_equal(whole[1][0], whole[1][-1])
+
+    device, host = (make_program(sections, offload="host", offload_update=place) for place in ("device", "host"))
+    vars(host)["compiled"] = device.compiled  # the same program: only the updates differ
+    for p in (device, host):
+        state = p.init()
+        assert_equal(on_host(p, state), on_host(plain, plain.init()))
+        memories = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.offloaded)}
+        assert memories == ({PINNED} if p is device else {jax.devices()[0].default_memory().kind})
+        state, first = run(p, state, range(steps // 2))
+        assert_same((on_host(p, state), first), (middle, whole[1][: steps // 2]))
+        state, second = run(p, state, range(steps // 2, steps))
+        assert_same((on_host(p, state), second), (whole[0], whole[1][steps // 2 :]))
+
+        state, second = run(p, p.from_canonical(placed(p, middle)), range(steps // 2, steps))
+        assert_same((on_host(p, state), second), (whole[0], whole[1][steps // 2 :]))
+
+
+def placed(p: Program, state):
+    """A canonical state, read into the program's memories, as a checkpoint is."""
+    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, p.abstract_canonical())
+
+
+@slow
+@pytest.mark.parametrize("storage", [OrbaxStorage, ShardStorage])
+def test_checkpoints_of_offloaded_state_are_any_other_s(storage, tmp_path):
+    """Saved while the run goes on; restored under other layouts, offloaded or not."""
+    sections = {"model": {"layers": 4}, "precision": MIXED, "parallel": parallel(data=4, model=2, zero=2)}
+    others = [
+        make_program(sections),
+        make_program(sections | {"parallel": parallel(pipe=2, data=2, zero=1, microbatches=2)}, offload="host"),
+        make_program(sections | {"parallel": parallel(data=8, zero=3)}, offload="host", offload_update="host"),
+    ]
+    for place in ("device", "host"):
+        p = make_program(sections, offload="host", offload_update=place)
+        state, _ = run(p, p.init(), range(2))
+        saved = on_host(p, state)
+        checkpoints = Checkpointer(tmp_path / place, storage=storage())
+        checkpoints.save(2, p.canonical(state), make_meta({}, 0, ""))
+        run(p, state, range(2, 4))
+        checkpoints.close()
+        for other in others:
+            restored = Checkpointer(tmp_path / place, storage=storage()).restore(2, other.abstract_canonical())
+            described = [(leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(other.abstract_canonical())]
+            assert [(leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(restored)] == described
+            assert_equal(jax.device_get(restored), saved)
+            assert_equal(on_host(other, other.from_canonical(restored)), saved)
+
+
+def test_devices_hold_weights_in_the_compute_dtype_and_state_of_vectors_alone():
+    p = make_program({"precision": MIXED, "parallel": parallel(data=4, zero=1)}, offload="host")
+    state = p.init()
+    described = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype), x.sharding), (state.on_device, p.abstract_state()))
+    assert described[0] == described[1]
+    expected = np.float64 if not SAME_BITS else "bfloat16"
+    for path, leaf in leaves_by_path(state.params).items():
+        is_matrix = leaf.ndim > 1 + path.startswith("blocks.")
+        assert leaf.dtype == (expected if is_matrix else leaf.dtype)
+        assert (path in leaves_by_path(state.opt_state.mu)) == (not is_matrix)
+    a_group = state.offloaded[0][0]
+    assert len(a_group) == 3 and all(leaf.dtype != "bfloat16" for leaf in jax.tree.leaves(a_group))
+
+
+def test_a_host_keeps_one_copy_of_what_its_devices_share():
+    p = make_program({"precision": MIXED, "parallel": parallel(data=8)}, offload="host", offload_update="host")
+    assert isinstance(p.offload.place, HostUpdate)
+    elements = sum(leaf.size for states in p.init().offloaded for state in states for leaf in jax.tree.leaves(state))
+    assert elements == 3 * sum(group.elements for made in p.offload.groups for group in made)
+
+
+def test_copies_of_weights_on_devices_are_compared():
+    p = make_program({"precision": MIXED, "parallel": parallel(data=2)}, offload="host")
+    check = ReplicaCheck(p)
+    assert check.has_copies()
+    check.check(p.init(), 1)
+
+
+def test_groups_have_every_matrix_once_and_no_more_than_they_may():
+    config = make_config(model={"layers": 5}, parallel={"data": 1}, precision=FLOAT32)
+    plan = abstract_plan(config, 1, "cpu", "")
+    made = groups.groups_of(groups.offloaded(plan), 1)
+    layers = {}
+    for group in (group for of_one in made for group in of_one):
+        assert group.elements <= groups.GROUP_ELEMENTS or (len(group.paths), (group.layers or (0, 1))[1]) == (1, 1)
+        for path in group.paths:
+            layers.setdefault(path, []).append(group.layers)
+    assert layers.keys() == {each.path for each in plan.parameters if len([n for n in each.names if n != "layers"]) > 1}
+    for path, parts in layers.items():
+        ends = [0] + [start + number for start, number in filter(None, parts)]
+        assert parts == [None] or ([start for start, _ in parts] == ends[:-1] and ends[-1] == 5), path
+    assert any(parts != [None] for parts in layers.values())
+    whole = groups.groups_of(groups.offloaded(plan), 1, split=False)
+    assert all(group.layers is None for of_one in whole for group in of_one)
+
+
+def test_nothing_to_offload_is_an_error():
+    config = make_config(
+        optim={"offload": "host", "freeze": "embedding.* blocks.*.query blocks.*.key blocks.*.value *.out *.up *.down"},
+        precision=FLOAT32,
+    )
+    with pytest.raises(ConfigError, match=r"optim\.offload=host: no matrix is trained, and vectors stay"):
+        abstract_plan(config, 1, "cpu", "")
