@@ -269,7 +269,7 @@ class _Step:
         embedding = self.embedding * (self.float32 / self.itemsize)
         embedding += self.head_gradient if scatters else self.embedding if self.plan.layout.pipe > 1 else 0
         points = self._points_of_stages(head, embedding) if self.plan.layout.pipe > 1 else self._points(head, embedding)
-        points += [self._update()] * (self.config.optim.offload != "none")
+        points += [self._update()] if self.config.optim.offload != "none" else []
         absent = [BLOCKS] * (not self.trains_layers) + [EMBEDDING] * (not self.plan.trains("embedding"))
         return [point for point in points if point.name not in absent]
 

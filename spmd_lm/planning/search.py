@@ -2,8 +2,8 @@
 
 A layout is a degree for each axis of the mesh, sequence, zero, schedule, chunks, microbatches, reduce_once and remat.
 Choices without effect appear once: ZeRO where its axes have one device, sequence parallelism where `model` has one.
-Each gets memory (cost_model/memory.py), bytes sent (cost_model/expected_collectives.py) and time
-(cost_model/step_time.py)."""
+If none fits, the search goes on with layouts that use the hosts' memory.  Each gets memory (cost_model/memory.py),
+bytes sent (cost_model/expected_collectives.py) and time (cost_model/step_time.py)."""
 
 import dataclasses
 import inspect
@@ -33,6 +33,7 @@ from spmd_lm.resolve import abstract_plan
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
 """Remat policies that share a plan: with `full` layers run in a loop on a GPU too (config/layer_loop.py)."""
 POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
+OFFLOADING: tuple[tuple[Policy, ...], ...] = (ALIKE[0], (*ALIKE[1], "offload"))
 LARGEST_CHUNKS = 8
 ROOM = 0.92
 """Largest share of a device's capacity that a prediction may take; docs/planning.md has the errors of predictions."""
@@ -80,7 +81,8 @@ class CostedLayout:
         """Keys that the search chose."""
         p = self.config.parallel
         keys = "sequence", "zero", "schedule", "chunks", "microbatches", "reduce_once"
-        return p.degrees | {key: getattr(p, key) for key in keys} | {"remat": self.config.remat.policy}
+        memories = {"remat": self.config.remat.policy, "offload": self.config.optim.offload}
+        return p.degrees | {key: getattr(p, key) for key in keys} | memories
 
 
 @dataclasses.dataclass
@@ -133,21 +135,48 @@ class Search:
 
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
-    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype of unknown speed there, and for an
-    optim.freeze that `Plan` refuses."""
+    """Costs every layout of `config` on each target; if none fits, those with more in the hosts' memory too.  Raises
+    ConfigError for a dtype of unknown speed there, and for an optim.freeze that `Plan` refuses."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
         require_speed(config, target)
-        for variants in candidates(config, target, rejected):
-            try:
-                plan = make_plan(variants[0], target)
-            except LayoutError:
-                rejected["parameters are not divisible"] += len(variants)
-                continue
-            layouts += [cost(each, target, plan) for each in variants]
+    for tier, policies in tiers(config):
+        if any(layout.room >= 0 for layout in layouts):
+            break
+        try:
+            for target in targets:
+                layouts += costed(tier, target, policies, Counter() if layouts else rejected)
+        except ConfigError:
+            if not layouts:
+                raise
+            break  # there is nothing to offload
     for layout in layouts:
         rejected["does not fit"] += layout.room < 0
     return Search(targets, layouts, +rejected, time.perf_counter() - start)
+
+
+Policies = tuple[tuple[Policy, ...], ...]
+"""Remat policies, in groups that share a plan."""
+
+
+def tiers(config: RunConfig) -> Iterator[tuple[RunConfig, Policies]]:
+    """Configurations and remat policies to search, the fastest memories first."""
+    yield config, ALIKE
+    yield config, (("offload",),)
+    if config.optim.offload == "none":
+        optim = config.optim.model_copy(update={"offload": "host"})
+        yield config.model_copy(update={"optim": optim}), OFFLOADING
+
+
+def costed(config: RunConfig, target: Target, policies: Policies, rejected: Counter[str]) -> Iterator[CostedLayout]:
+    """The legal layouts of `config` on a target.  Others are counted in `rejected`."""
+    for variants in candidates(config, target, rejected, policies):
+        try:
+            plan = make_plan(variants[0], target)
+        except LayoutError:
+            rejected["parameters are not divisible"] += len(variants)
+            continue
+        yield from (cost(each, target, plan) for each in variants)
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
@@ -209,14 +238,17 @@ def require_speed(config: RunConfig, target: Target) -> None:
         )
 
 
-def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Iterator[list[RunConfig]]:
+def candidates(
+    config: RunConfig, target: Target, rejected: Counter[str], policies: Policies = ALIKE
+) -> Iterator[list[RunConfig]]:
     """Legal configurations, in lists that share a plan and differ in remat.  Others are counted in `rejected`."""
     devices = target.topology.size
     run = config.run.model_copy(update={"simulate_devices": target.topology.simulated})
     remats = [
-        [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in policies]
-        for policies in ALIKE
+        [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in alike]
+        for alike in policies
     ]
+    number = sum(map(len, policies))
     sections: dict[str, Section] = {
         "model": config.model,
         "train": config.train,
@@ -227,19 +259,21 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
     }
     for layout in layouts_of(devices):
         if target.topology.domain % layout["model"]:
-            rejected["parallel.model spans hosts"] += len(POLICIES)
+            rejected["parallel.model spans hosts"] += number
             continue
         if layout["replica"] % target.topology.slices:
-            rejected["only replicas can be between slices"] += len(POLICIES)
+            rejected["only replicas can be between slices"] += number
             continue
         for choice in choices_within(config, layout, target.topology.slices):
             parallel = config.parallel.model_copy(update=layout | choice)
             if problem := first_problem(sections | {"parallel": parallel}):
-                rejected[problem] += len(POLICIES)
+                rejected[problem] += number
                 continue
             update = {"run": run, "parallel": parallel}
             for alike in remats:
-                yield [config.model_copy(update=update | {"remat": remat}) for remat in alike]
+                legal = [remat for remat in alike if remat.policy != "offload" or layout["pipe"] == 1]
+                if legal:
+                    yield [config.model_copy(update=update | {"remat": remat}) for remat in legal]
 
 
 def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA)) -> Iterator[dict[str, int]]:

@@ -104,6 +104,7 @@ def test_figures_are_those_of_plans_made_one_by_one(found):
 
 
 def test_the_fastest_is_the_fastest_that_fits(found):
+    assert {layout.overrides["offload"] for layout in found.layouts} == {"none"}
     best = found.fastest()
     assert best.room >= 0 and all(best.seconds <= each.seconds for each in found.layouts if each.room >= 0)
     pareto = found.pareto()
@@ -189,6 +190,22 @@ def test_what_does_not_fit_says_by_how_much():
     message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 14.7 on v5e:2x2"
     with pytest.raises(ConfigError, match=message):
         search(gpt(width=4096, layers=64, batch=4), [target]).fastest()
+
+
+def test_the_hosts_memory_is_searched_where_nothing_else_fits():
+    """Activations first, then masters and moments; and these not where no matrix is trained."""
+    target = make_target(parse_topology("v5e:2x2"))
+    large = search(gpt(width=4096, layers=24, batch=4), [target])
+    fastest = large.fastest()
+    assert fastest.overrides["offload"] == "host" and "offload=host" in search_report._layout(fastest.overrides)
+    assert all(layout.overrides["offload"] == "host" for layout in large.fitting)
+    assert {layout.config.remat.policy for layout in large.layouts if layout.room < 0} == {*POLICIES, "offload"}
+    assert large.rejected["does not fit"] == len(large.layouts) - len(large.fitting)
+    vectors = search(gpt(width=4096, layers=64, batch=4, adapter={"kind": "ia3"}), [target])
+    assert not vectors.fitting and {layout.overrides["offload"] for layout in vectors.layouts} == {"none"}
+    for layout in random.Random(0).sample(large.layouts, 20):
+        there = layout.config.model_copy(update={"run": Run(simulate_devices=4)})
+        assert not checks.problems(dict(there)), layout.overrides
 
 
 @pytest.mark.parametrize("batch", [9, 12, 65])
