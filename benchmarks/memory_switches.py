@@ -25,7 +25,7 @@ SWITCHES = (
     ("optim.offload=host",),
     ("optim.offload_update=host",),
 )
-HEADER = "| and then | state, GiB | at the fullest | there | on the host | predicted step, s |"
+HEADER = "| and then | state, GiB | peak, GiB | peak point | on the host, GiB | predicted step, s |"
 
 
 def gib(size: float) -> str:
@@ -48,10 +48,10 @@ def main() -> None:
         config = load(args.config, overrides)
         plan = abstract_plan(config, len(devices), args.topology.platform, devices[0].device_kind)
         point, step = memory.fullest_point(config, plan), predict_step(config, plan, hardware, OURS)
-        state, on_host = sum(memory.state(config, plan).values()), memory.on_host(config, plan)
-        sizes = state, state + point.total, on_host + memory.state_on_host(config, plan)
-        cells = gib(sizes[0]), gib(sizes[1]), point.name, gib(sizes[2]), f"{step.seconds:.2f}"
-        print("|", f"`{' '.join(switch)}`", "|", " | ".join(cells), "|")
+        state = sum(memory.state(config, plan).values())
+        on_host = memory.activations_on_host(config, plan) + memory.state_on_host(config, plan)
+        cells = gib(state), gib(state + point.total), point.name, gib(on_host), f"{step.seconds:.2f}"
+        print(f"| `{' '.join(switch)}` | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Time a step whose optimizer state rests on the host beside the plain step, on the devices that there are.
+"""Time a step whose optimizer state is on the host, beside the plain step.
 
     python benchmarks/offload.py configs/debug.yaml [key=value ...] [--rounds 10] [--json FILE]
 
-Programs of one run, warm, take turns, one step at a time: the plain step; optim.offload=host, with its update on the
-devices and on the host; remat.policy=full, and offload.  Exits 1 if losses differ that should be equal, bit for bit."""
+Warm programs take turns, one step at a time: the plain step; optim.offload=host, with its update on the devices and on
+the host; remat.policy=full, and offload.  Exits 1 if losses differ that should be equal, bit for bit."""
 
 import argparse
 import contextlib
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import jax
+from turns import measure
 
 from spmd_lm.config.load import load
 from spmd_lm.step.program import Program
@@ -28,7 +29,9 @@ VARIANTS = {
 SAME = {"offload=host": "plain", "offload=host, update=host": "plain", "remat=offload": "remat=full"}
 
 
-class Contender:
+class Variant:
+    """A program, its state, and the losses and seconds of its steps."""
+
     def __init__(self, config: str, overrides: list[str]):
         self.program = Program(load(Path(config), overrides))
         self.compile_seconds = self.program.compile()
@@ -49,34 +52,32 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--rounds", type=int, default=10, help="steps that each program makes after the first two")
-    parser.add_argument("--only", action="append", choices=VARIANTS, help="default: all that the run allows")
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="default: all")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    contenders = {}
+    variants = {}
     for name in args.only or VARIANTS:
-        contenders[name] = Contender(args.config, [*args.overrides, *VARIANTS[name]])
+        variants[name] = Variant(args.config, [*args.overrides, *VARIANTS[name]])
         for _ in range(2):
-            contenders[name].step()
-        print(f"{name}: compiled in {contenders[name].compile_seconds:.0f} s", flush=True)
-    for turn in range(args.rounds):
-        for contender in [*contenders.values()][:: 1 if turn % 2 else -1]:
-            contender.step()
+            variants[name].step()
+        print(f"{name}: compiled in {variants[name].compile_seconds:.0f} s", flush=True)
+    measure([*variants.values()], args.rounds)
     rows = {}
-    for name, contender in contenders.items():
-        seconds = contender.seconds[2:]
-        base = contenders.get("plain", contender).seconds[2:]
+    for name, variant in variants.items():
+        seconds = variant.seconds[2:]
+        base = variants.get("plain", variant).seconds[2:]
         rows[name] = {
             "ms": statistics.median(seconds) * 1e3,
             "ratio": statistics.median(a / b for a, b in zip(seconds, base, strict=True)),
-            "loss": contender.losses[-1],
+            "loss": variant.losses[-1],
         }
         with contextlib.suppress(AttributeError, TypeError):
-            rows[name]["memory_gib"] = peak_memory(contender.program)[0] / 2**30
+            rows[name]["memory_gib"] = peak_memory(variant.program)[0] / 2**30
         print(f"{name:28s}" + "".join(f"{key} {value:10.4f}  " for key, value in rows[name].items()))
     wrong = [
         name
         for name, other in SAME.items()
-        if {name, other} <= contenders.keys() and contenders[name].losses != contenders[other].losses
+        if {name, other} <= variants.keys() and variants[name].losses != variants[other].losses
     ]
     print(f"losses differ: {', '.join(wrong)}" if wrong else "losses are equal, bit for bit")
     if args.json:

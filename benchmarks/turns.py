@@ -4,8 +4,12 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+
+class TakesSteps(Protocol):
+    def step(self) -> None: ...
 
 
 class Contender:
@@ -52,7 +56,7 @@ def started(commands: dict[str, list[str]], env: dict[str, str]) -> Iterator[lis
         yield contenders
 
 
-def measure(contenders: list[Contender], rounds: int) -> None:
+def measure(contenders: Sequence[TakesSteps], rounds: int) -> None:
     for turn in range(rounds):
         for contender in contenders[:: 1 if turn % 2 else -1]:
             contender.step()

@@ -67,8 +67,8 @@ def measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
     """Fingerprints of all leaves, 16 hexadecimal digits by path; and True if all numbers are finite.  One pass over the
-    arrays, on their devices, to which those in their hosts' memory come one after the other; every process gets the
-    same result."""
+    arrays, on their devices; arrays in host memory come to the devices one at a time.  Every process gets the same
+    result."""
     measured = jax.device_get({path: _measure_anywhere(leaf) for path, leaf in leaves_by_path(tree).items()})
     prints = {path: "".join(f"{int(number):08x}" for number in mixed) for path, (mixed, _) in measured.items()}
     return prints, all(finite for _, finite in measured.values())

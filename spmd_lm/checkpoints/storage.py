@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from spmd_lm.checkpoints.parts import parts_of
+from spmd_lm.parallel.shards import Bounds, bounds_of
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
 Fields = dict[str, Tree]  # of a state
-Bounds = tuple[tuple[int, int], ...]  # start and stop of a part of an array, in each dimension
 
 SHARDS_FILE = "shards.safetensors"
 
@@ -74,7 +74,7 @@ class ShardStorage:
         parts: dict[str, np.ndarray] = {}
         for name, leaf in leaves_by_path(fields).items():
             for shard in leaf.addressable_shards:
-                key = _key(name, _bounds(shard.index, leaf.shape))
+                key = _key(name, bounds_of(shard.index, leaf.shape))
                 if key not in parts:  # copied, because the next step reuses the buffer
                     parts[key] = np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
         writer = ThreadPoolExecutor(1, "checkpoint")
@@ -105,7 +105,7 @@ class ShardReader:
 
     def read(self, name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
         """leaf[index].  Raises KeyError if an element is in no part."""
-        wanted, parts = _bounds(index or (), leaf.shape), self._parts.get(name, {})
+        wanted, parts = bounds_of(index or (), leaf.shape), self._parts.get(name, {})
         if wanted in parts:
             return self._read_part(name, wanted, leaf.dtype)
         result = np.empty(_sizes(wanted), leaf.dtype)
@@ -123,10 +123,6 @@ class ShardReader:
     def _read_part(self, name: str, bounds: Bounds, dtype: Any) -> np.ndarray:
         file = self._parts[name][bounds]
         return file.get_tensor(_key(name, bounds)).view(dtype).reshape(_sizes(bounds))
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _sizes(bounds: Bounds) -> list[int]:

@@ -7,7 +7,6 @@ layouts and topologies."""
 
 from typing import NamedTuple
 
-from spmd_lm.axes import is_matrix
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
@@ -18,7 +17,7 @@ from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import moments_per_parameter
-from spmd_lm.parallel.groups import groups_of, offloaded, weight_dtype
+from spmd_lm.parallel.groups import can_offload, groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Parameter, Plan
@@ -76,7 +75,7 @@ class Point(NamedTuple):
 
 FORWARD, HEAD = "forward through the last layer", "the head"
 BLOCKS, EMBEDDING = "backward through the blocks", "the embedding's gradient"
-UPDATE = "the update of what is offloaded"
+UPDATE = "the update of offloaded state"
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -93,16 +92,20 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 
 def state_on_host(config: RunConfig, plan: Plan) -> int:
-    """Bytes of masters and moments of a device that its host's memory holds.  Where optim.offload_update=host, devices
-    of one host that have the same shards share one copy."""
-    p, on_host = config.precision, config.optim.offload_update == "host"
-    masters = on_host or weight_dtype(p.compute, p.params) != p.params
-    per_element = (moments_per_parameter(config.optim) + masters) * dtype_bytes(p.params)
-    return _offloaded_elements(config, plan) * per_element
+    """Bytes of a device's masters and moments in its host's memory.  With optim.offload_update=host, devices of a host
+    that have the same shards share one copy."""
+    return _offloaded_elements(config, plan) * _offloaded_bytes_per_element(config)
+
+
+def _offloaded_bytes_per_element(config: RunConfig) -> int:
+    """Bytes of masters and moments of an element whose optimizer state is offloaded."""
+    p = config.precision
+    has_masters = config.optim.offload_update == "host" or weight_dtype(p.compute, p.params) != p.params
+    return (moments_per_parameter(config.optim) + has_masters) * dtype_bytes(p.params)
 
 
 def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
-    """Bytes that a device and its host send each other in one step's update of what is offloaded, by name."""
+    """Bytes that a device and its host send each other in one step's update of offloaded state, by name."""
     if config.optim.offload == "none":
         return {}
     if config.optim.offload_update == "device":
@@ -114,7 +117,7 @@ def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 
 def _gradient_dtype(config: RunConfig) -> str:
-    """The dtype of the gradients of what is offloaded, at the end of a step."""
+    """The dtype in which gradients of offloaded parameters leave the step."""
     p = config.precision
     return p.params if p.loss_scale == "dynamic" else p.reduce
 
@@ -126,7 +129,7 @@ def _offloaded_elements(config: RunConfig, plan: Plan) -> int:
 
 def stored_dtype(config: RunConfig, parameter: Parameter) -> str:
     """The dtype of a parameter on its devices between steps."""
-    if config.optim.offload == "none" or not (parameter.trained and is_matrix(parameter.names)):
+    if config.optim.offload == "none" or not can_offload(parameter):
         return parameter.dtype
     return weight_dtype(config.precision.compute, parameter.dtype)
 
@@ -139,7 +142,7 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
     return max(points, key=lambda point: point.total)
 
 
-def on_host(config: RunConfig, plan: Plan) -> int:
+def activations_on_host(config: RunConfig, plan: Plan) -> int:
     """Bytes that a device saves for backward in its host's memory, of one microbatch."""
     return int(_Step(config, plan).offloaded)
 
@@ -274,17 +277,16 @@ class _Step:
         return [point for point in points if point.name not in absent]
 
     def _update(self) -> Point:
-        """The update on the devices, two groups at a time, of all gradients; on the host, new weights beside old."""
-        p, optim, parameters = self.config.precision, self.config.optim, offloaded(self.plan)
-        elements = sum(each.elements for each in parameters)
-        on_host = optim.offload_update == "host"
-        groups = groups_of(parameters, self.plan.layout.pipe, split=not on_host)
-        largest = max(group.elements for made in groups for group in made)
-        each = state_on_host(self.config, self.plan) // elements
-        held = dtype_bytes(weight_dtype(p.compute, p.params)) if on_host else each
-        return Point(
-            UPDATE, 0, elements * dtype_bytes(_gradient_dtype(self.config)), 0, min(2 * largest, elements) * held
-        )
+        """The update of offloaded state: all gradients, and masters and moments of two groups; if the host updates
+        them, new weights of two groups."""
+        config, p, on_host = self.config, self.config.precision, self.config.optim.offload_update == "host"
+        groups = groups_of(offloaded(self.plan), self.plan.layout.pipe, split=not on_host)
+        largest = max(group.elements for of_stack in groups for group in of_stack)
+        elements = _offloaded_elements(config, self.plan)
+        weight_bytes = dtype_bytes(weight_dtype(p.compute, p.params))
+        per_element = weight_bytes if on_host else _offloaded_bytes_per_element(config)
+        gradients = elements * dtype_bytes(_gradient_dtype(config))
+        return Point(UPDATE, 0, gradients, 0, min(2 * largest, elements) * per_element)
 
     def _points(self, head: float, embedding: float) -> list[Point]:
         added_up = self.accumulated if self.several else 0

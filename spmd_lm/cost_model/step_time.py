@@ -129,14 +129,14 @@ def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, la
 
 
 def _seconds_of_state(config: RunConfig, plan: Plan, hardware: Hardware) -> float:
-    """Seconds in which masters and moments come from the host and go back, at the same time, group by group; or, where
-    the host updates them, gradients go and weights come back.  Nothing hides them, because they wait for the norm.  The
-    host's own work is not counted; 0 where the rate is unknown."""
+    """Seconds that updates of offloaded state wait for copies, which nothing hides, because they need the norm; 0 where
+    the rate is unknown.  On the devices, masters and moments come and go at the same time; on the host, whose own work
+    is not counted, gradients come before weights go."""
     copied = memory.copied_by_updates(config, plan)
     if not copied or hardware.host is None:
         return 0.0
-    both_at_once = config.optim.offload_update == "device"
-    return (max if both_at_once else sum)(copied.values()) / hardware.host
+    at_once = config.optim.offload_update == "device"
+    return (max if at_once else sum)(copied.values()) / hardware.host
 
 
 def combine(

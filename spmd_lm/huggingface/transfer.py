@@ -30,6 +30,7 @@ from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_
 from spmd_lm.huggingface.hub import HubModel
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
+from spmd_lm.parallel.shards import local_bounds
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
@@ -201,8 +202,7 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
     Each slice is read once, and one is on the host at a time.  jax.make_array_from_callback would read a slice once per
     device that holds it, and keep all slices until the last one is read."""
     devices_by_index: dict[Index, list[jax.Device]] = {}
-    for device, slices in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
-        index = tuple(each.indices(size)[:2] for each, size in zip(slices, abstract.shape, strict=True))
+    for device, index in local_bounds(abstract.shape, abstract.sharding).items():
         devices_by_index.setdefault(index, []).append(device)
     shards = []
     for index, devices in devices_by_index.items():

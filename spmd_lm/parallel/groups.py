@@ -1,7 +1,7 @@
-"""Groups of parameters whose optimizer state rests in another memory than the devices': `optim.offload`.  A group is
-fetched, updated and put back while the next one is on its way.
+"""Groups of parameters whose optimizer state is not in the devices' memory: `optim.offload`.  A group is fetched,
+updated and put back while the next one is on its way.
 
-State of trained matrices and tables alone is offloaded: vectors are small, and would cost a transfer each."""
+Only the state of trained matrices and tables is offloaded: vectors are small, and would cost a transfer each."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from spmd_lm.parallel.plan import Parameter, Plan
 from spmd_lm.parallel.trees import Tree
 
 GROUP_ELEMENTS = 2**26
-"""Parameters of a group on one device, at most, unless one layer of a matrix has more: 768 MiB of float32 masters and
-two moments."""
+"""The most elements of a group on one device, unless one layer of a matrix has more: 768 MiB of float32 masters and two
+moments."""
 
 
 class Group(NamedTuple):
@@ -35,9 +35,14 @@ class Group(NamedTuple):
         return unflatten_dict(dict.fromkeys(self.paths, ()))
 
 
+def can_offload(parameter: Parameter) -> bool:
+    """True for what is offloaded if anything is: trained matrices and tables."""
+    return parameter.trained and is_matrix(parameter.names)
+
+
 def offloaded(plan: Plan) -> tuple[Parameter, ...]:
-    """Parameters whose optimizer state is offloaded."""
-    return tuple(each for each in plan.trained_parameters if is_matrix(each.names))
+    """Parameters whose optimizer state is offloaded, if optim.offload says so."""
+    return tuple(filter(can_offload, plan.parameters))
 
 
 def weight_dtype(compute: str, params: str) -> str:
@@ -71,6 +76,6 @@ def _of_whole(parameters: Sequence[Parameter]) -> Group:
 def _parts_of_stack(stack: Parameter, layers: int) -> tuple[Group, ...]:
     each = stack.elements // layers
     parts = math.ceil(layers / max(1, GROUP_ELEMENTS // each))
-    number = math.ceil(layers / parts)  # alike, so that one program serves all of them, or all but the last
+    number = math.ceil(layers / parts)  # of equal size, so that one program serves all of them, or all but the last
     sizes = ((start, min(number, layers - start)) for start in range(0, layers, number))
     return tuple(Group((stack.path,), size * each, (start, size)) for start, size in sizes)

@@ -33,6 +33,11 @@ def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 
 
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Casts the leaves to the dtypes of the leaves of `like`."""
+    return jax.tree.map(lambda x, to: x.astype(to.dtype), tree, like)
+
+
 def tree_add(total: Tree, new: Tree) -> Tree:
     """The sum, in the dtypes of `total`."""
     return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)

@@ -272,35 +272,33 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
     """Bytes per device: compiled and planned."""
     m = compiled.memory_analysis()
     assert m is not None
-    host, planned_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes, memory.on_host(config, program.plan)
     return {
         "arguments": m.argument_size_in_bytes,
         "temporaries": m.temp_size_in_bytes,
         "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
         "peak": m.peak_memory_in_bytes,
         "planned": memory.table(config, program.plan),
-        "host": host,
-        "planned_host": planned_host,
+        "host": m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
+        "planned_host": memory.activations_on_host(config, program.plan),
     }
 
 
 def _updates(config: RunConfig, program: Program) -> dict[str, Any] | None:
-    """Bytes per device: what a step copies to and from the host, and planned; the most that an update on the devices
-    holds, and two of its groups, with their weights and gradients.  None if nothing is offloaded."""
+    """Bytes per device of the updates of offloaded state; None if nothing is offloaded.
+    copied, planned: to and from the host in a step, by name: the program's, and the cost model's.
+    held: what an update on the devices holds, of the one that comes closest to `two_groups`.
+    two_groups: the most that it may hold: its arguments, and as much again as they donate."""
     if program.offload is None:
         return None
-    held, allowed = [0], [0]
+    held, two_groups = 0, 1
     for lowered in program.lowered_updates().values():
         m = lowered.compile().memory_analysis()
         assert m is not None
-        held.append(m.peak_memory_in_bytes)
-        allowed.append(m.argument_size_in_bytes + m.alias_size_in_bytes)
-    return {
-        "copied": program.copied_by_updates(),
-        "planned": memory.copied_by_updates(config, program.plan),
-        "held": max(held),
-        "two_groups": max(allowed),
-    }
+        allowed = m.argument_size_in_bytes + m.alias_size_in_bytes
+        if m.peak_memory_in_bytes / allowed > held / two_groups:
+            held, two_groups = m.peak_memory_in_bytes, allowed
+    copied, planned = program.copied_by_updates(), memory.copied_by_updates(config, program.plan)
+    return {"copied": copied, "planned": planned, "held": held, "two_groups": two_groups}
 
 
 def _updates_as_planned(updates: dict[str, Any] | None) -> bool:
@@ -358,7 +356,7 @@ def _render_updates(updates: dict[str, Any]) -> Iterator[str]:
         yield f"        where {planned} are planned"
     if updates["held"]:
         held, allowed = (format_bytes(updates[key]) for key in ("held", "two_groups"))
-        yield f"updates hold {held}; with two groups {allowed}"
+        yield f"updates hold {held}; two groups are {allowed}"
 
 
 def _table(title: str, rows: list[dict[str, Any]], last: str) -> list[str]:

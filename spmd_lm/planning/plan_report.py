@@ -68,7 +68,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,
         "host_memory": {
-            "activations": memory.on_host(config, plan),
+            "activations": memory.activations_on_host(config, plan),
             "masters and moments": memory.state_on_host(config, plan),
         },
         "fullest_in": memory.fullest_point(config, plan).name,

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Guard, RunConfig
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import Tree, exclude, merge, subset_of
+from spmd_lm.parallel.trees import Tree, cast_like, exclude, merge, subset_of
 from spmd_lm.step import loss_scale
 from spmd_lm.step.optimizer import (
     Optimizer,
     PendingUpdate,
+    Shared,
     global_norm,
-    in_masters_dtypes,
     trained_layers,
     without_frozen_layers,
 )
@@ -69,14 +69,17 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
-    """The state after this step, inside `plan.partition`, metrics, and the update that is left for parameters whose
-    optimizer state is offloaded.  loss: the global batch's, unscaled.  grads: the trained parameters', reduced, times
-    the loss scale if there is one.
+    """(state, metrics, pending) after this step, inside `plan.partition`.
+
+    loss: the global batch's, unscaled.
+    grads: the trained parameters', reduced, times the loss scale if there is one.
+    pending: the update that is left for parameters whose optimizer state is offloaded; None for none.
 
     Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window
     grads, scale, metrics = loss_scale.unscale_gradients(config.precision, plan, state, grads)
-    summed, grads, masks = grads, in_masters_dtypes(plan, grads), trained_layers(plan, grads)
+    summed, grads = grads, cast_like(grads, plan.trained(plan.shapes))  # to the dtypes of the masters
+    masks = trained_layers(plan, grads)
     norm = global_norm(plan, without_frozen_layers(masks, grads))
     is_excluded = (state.step + 1 == jnp.array(guard.exclude or [0])).any()
     overflowed = metrics.get("skipped", jnp.bool_(False))
@@ -94,6 +97,5 @@ def update(
     params, opt_state = optimizer.update(plan.names, masks, scalars, params, state.opt_state, resident)
     new = TrainState(state.step + 1, merge(state.params, params), opt_state, scale, window)
     metrics |= {"grad_norm": norm, "lr": scalars.lr, "skip_reason": reason.astype(jnp.int32)}
-    if not offloaded:
-        return new, metrics, None
-    return new, metrics, PendingUpdate(subset_of(summed, offloaded), scalars, scalars_of(state.opt_state, state.params))
+    shared = Shared(scalars, scalars_of(state.opt_state, state.params))
+    return new, metrics, PendingUpdate(subset_of(summed, offloaded), shared) if offloaded else None

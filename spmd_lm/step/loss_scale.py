@@ -17,7 +17,7 @@ from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.schema import Precision
 from spmd_lm.ops.collectives import psum_axes
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.parallel.trees import Tree, cast_like
 from spmd_lm.step.state import TrainState
 
 LARGEST = 2.0**64  # all-zero gradients would double the scale for ever; a loss times this is still far from infinity
@@ -76,7 +76,7 @@ def unscale_gradients(
     whether the gradients are not finite; skipped_steps, int32, the number so far, this one included."""
     if (s := state.loss_scale) is None:
         return grads, None, {}
-    grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, plan.trained(plan.shapes)), s)
+    grads = unscale(cast_like(grads, plan.trained(plan.shapes)), s)
     finite = all_finite(plan, grads)
     scale = next_loss_scale(p, s, finite)
     return grads, scale, {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}

@@ -7,8 +7,8 @@ and sends weights back (ZeRO-Offload, arXiv:2101.06840)."""
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,13 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.groups import Group, groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.plan import Plan, interleave
-from spmd_lm.parallel.trees import Tree, leaves_by_path, merge, subset_of
-from spmd_lm.step.optimizer import Optimizer, PendingUpdate, UpdateScalars, trained_layers
+from spmd_lm.parallel.shards import Bounds, local_bounds
+from spmd_lm.parallel.trees import Tree, cast_like, leaves_by_path, merge, subset_of
+from spmd_lm.step.optimizer import Optimizer, PendingUpdate, Shared, trained_layers
 from spmd_lm.step.state import TrainState, trees_of, with_trees
 
-Bounds = tuple[tuple[int, int], ...]  # start and stop of a shard in each dimension of its array
 Trees = tuple[Tree, ...]
 """Trees like some of the parameters: their masters, {} if the devices' weights are the masters, and their moments."""
-
-
-class Shared(NamedTuple):
-    """Arguments that the updates of all groups share."""
-
-    scalars: UpdateScalars
-    opt_scalars: Any
 
 
 class Place(Protocol):
@@ -106,7 +99,7 @@ class Offload:
         """The state after the update that the step left.  `state` is donated.
 
         Waits for each group before it starts on the one after the next, so that devices hold two at a time."""
-        shared, params, grads = self.place.share(Shared(*pending[1:])), state.params, pending.grads
+        shared, params, grads = self.place.share(pending.shared), state.params, pending.grads
         done: list[Any] = []
         for groups, states in zip(self.groups, state.offloaded, strict=True):
             tree = groups[0].tree
@@ -167,8 +160,8 @@ class DeviceUpdate:
         """The program of a group.  Arguments: shapes, dtypes and shardings; `trees`: of whole parameters."""
         number = group.layers and group.layers[1]
         if number is not None:
-            share = self.plan.layout.pipe * number
-            trees = jax.tree.map(lambda x: x.update(shape=(share, *x.shape[1:])), trees)
+            layers = self.plan.layout.pipe * number
+            trees = jax.tree.map(lambda x: x.update(shape=(layers, *x.shape[1:])), trees)
         first = jax.ShapeDtypeStruct((), jnp.int32)
         return self.program(group.paths, number, len(trees)).lower(weights, trees, grads, shared, first)
 
@@ -199,9 +192,8 @@ def updated(
     there are no masters."""
     masters, *moments = trees
     params, keys = masters or weights, plan.names
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     opt_state = with_trees(shared.opt_scalars, keys, moments)
-    params, opt_state = optimizer.update(plan.names, masks, shared.scalars, params, opt_state, grads)
+    params, opt_state = optimizer.update(plan.names, masks, shared.scalars, params, opt_state, cast_like(grads, params))
     weights = jax.tree.map(lambda p: p.astype(dtype), params)
     return weights, (params if masters else {}, *trees_of(opt_state, keys))
 
@@ -254,10 +246,10 @@ class HostUpdate:
         """The distinct shards of arrays on devices, on the host."""
         found: list[dict[str, jax.Array]] = []
         for path, x in leaves_by_path(tree).items():
-            numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(self._bounds(path).values()))}
+            numbers = {bounds: number for number, bounds in enumerate(self._distinct(path))}
             found += [{} for _ in range(len(found), len(numbers))]
             for shard in x.addressable_shards:
-                number = numbers[self._bounds(path)[shard.device]]
+                number = numbers[self._bounds[path][shard.device]]
                 if path not in found[number]:
                     found[number][path] = self._copy(shard.data, self.cpu)
         return [unflatten_dict(each, sep=".") for each in found]
@@ -271,8 +263,8 @@ class HostUpdate:
         arrays = {}
         for path, distinct in by_path.items():
             shape, sharding = self._like[path]
-            of_bounds = dict(zip(dict.fromkeys(self._bounds(path).values()), distinct, strict=True))
-            local = [self._copy(of_bounds[bounds], device) for device, bounds in self._bounds(path).items()]
+            of_bounds = dict(zip(self._distinct(path), distinct, strict=True))
+            local = [self._copy(of_bounds[bounds], device) for device, bounds in self._bounds[path].items()]
             arrays[path] = jax.make_array_from_single_device_arrays(shape, sharding, local)
         return unflatten_dict(arrays, sep=".")
 
@@ -281,27 +273,21 @@ class HostUpdate:
         masks = {}
         for path, frozen in leaves_by_path(subset_of(self.plan.frozen, tree)).items():
             if frozen.any():
-                bounds = [*dict.fromkeys(self._bounds(path).values())][number]
+                bounds = self._distinct(path)[number]
                 in_order = interleave(~frozen, 0, self.plan.chunks, self.plan.layout.pipe)[slice(*bounds[0])]
                 masks[path] = in_order.reshape(-1, *(1,) * (len(bounds) - 1))
         return unflatten_dict(masks, sep=".")
 
     @functools.cached_property
-    def _bounds(self) -> Callable[[str], dict[jax.Device, Bounds]]:
-        """The part of a parameter that each device of this process holds."""
+    def _bounds(self) -> dict[str, dict[jax.Device, Bounds]]:
+        """By path: the shard of the parameter that each device of this process holds."""
+        return {path: local_bounds(shape, sharding) for path, (shape, sharding) in self._like.items()}
 
-        @functools.cache
-        def bounds(path: str) -> dict[jax.Device, Bounds]:
-            shape, sharding = self._like[path]
-            indices = sharding.addressable_devices_indices_map(shape)
-            return {
-                device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-                for device, index in indices.items()
-            }
-
-        return bounds
+    def _distinct(self, path: str) -> list[Bounds]:
+        """The distinct shards of a parameter, in the order of a state's trees."""
+        return [*dict.fromkeys(self._bounds[path].values())]
 
     @staticmethod
     def _copy(x: jax.Array, device: jax.Device) -> jax.Array:
-        """A copy: what is given away later must not be an alias where devices are the host's processor."""
+        """A copy, never an alias, even if the devices are the host's processor: it may be donated."""
         return jax.device_put(x, device, may_alias=False)

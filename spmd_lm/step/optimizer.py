@@ -89,7 +89,7 @@ class Optimizer:
         object.__setattr__(self, "rule", _rule(self.config))
 
     def offloaded(self, plan: Plan) -> Tree:
-        """The parameters whose state is offloaded, as nested dicts for `subset_of`; {} for none."""
+        """Parameters whose state is offloaded, as nested dicts for `subset_of`; {} for none."""
         parameters = () if self.config.offload == "none" else offloaded(plan)
         return unflatten_dict({each.path: each.names for each in parameters})
 
@@ -124,8 +124,8 @@ class Optimizer:
 
         def if_trained(new: Tree, old: Tree) -> Tree:
             stacks = subset_of(masks, old)
-            frozen = jax.tree.map(jnp.where, stacks, subset_of(new, stacks), subset_of(old, stacks))
-            return jax.tree.map(if_applied, merge(new, frozen), old)
+            selected = jax.tree.map(jnp.where, stacks, subset_of(new, stacks), subset_of(old, stacks))
+            return jax.tree.map(if_applied, merge(new, selected), old)
 
         updates, new_state = self.rule.update(grads, opt_state, params)
         moments = map(if_trained, trees_of(new_state, names), trees_of(opt_state, names))
@@ -145,7 +145,7 @@ class UpdateScalars(NamedTuple):
     shrink: factor of gradients that clips their norm; None where nothing clips.
     is_applied: bool, whether parameters and moments change.
     corrections: factors that correct the bias of Adam's first and second moments, 1 / (1 - decay**count); () for other
-      rules.  A product rounds alike in every program; a division by a scalar does not, XLA rewrites it."""
+      rules.  A product rounds alike in every program; a division by a scalar does not: XLA may rewrite it."""
 
     lr: jax.Array
     shrink: jax.Array | None
@@ -153,19 +153,20 @@ class UpdateScalars(NamedTuple):
     corrections: tuple[jax.Array, ...] = ()
 
 
-class PendingUpdate(NamedTuple):
-    """The update of parameters whose optimizer state is offloaded, which programs of their own make after the step's.
-    grads: sharded like the parameters, in the dtype in which they are summed.
+class Shared(NamedTuple):
+    """Arguments that the updates of all offloaded parameters share.
     opt_scalars: `scalars_of` the optimizer's state before the step."""
 
-    grads: Tree
     scalars: UpdateScalars
     opt_scalars: Any
 
 
-def in_masters_dtypes(plan: Plan, grads: Tree) -> Tree:
-    """Gradients of the trained parameters in the dtypes of their masters."""
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, plan.trained(plan.shapes))
+class PendingUpdate(NamedTuple):
+    """The update of parameters whose optimizer state is offloaded, which programs of their own make after the step's.
+    grads: sharded like the parameters, in the dtype in which they are summed."""
+
+    grads: Tree
+    shared: Shared
 
 
 def trained_layers(plan: Plan, params: Tree) -> Tree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.active_rules import use_axis_rules
-from spmd_lm.axes import MODEL, DimNames, is_dim_names
+from spmd_lm.axes import MODEL, DimNames, is_dim_names, is_matrix
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import Parallel, Remat, RunConfig
 from spmd_lm.errors import LayoutError
@@ -81,8 +81,7 @@ def _params(model: LanguageModel) -> Tree:
 
     def param(names: DimNames, x: jax.Array) -> jax.Array:
         noise = rng.standard_normal(x.shape).astype(x.dtype)
-        is_matrix = len([name for name in names if name != "layers"]) > 1
-        return noise * model.c.width**-0.5 if is_matrix else x + 0.1 * noise
+        return noise * model.c.width**-0.5 if is_matrix(names) else x + 0.1 * noise
 
     return jax.tree.map(param, model.names, model.init(0), is_leaf=is_dim_names)
 

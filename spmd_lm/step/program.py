@@ -30,7 +30,7 @@ from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.offload import DeviceUpdate, Offload, Shared, Trees
+from spmd_lm.step.offload import DeviceUpdate, Offload, Trees
 from spmd_lm.step.optimizer import Optimizer, PendingUpdate
 from spmd_lm.step.state import TrainState, trees_of, with_trees
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
@@ -111,8 +111,8 @@ class Program:
         return dataclasses.replace(canonical, params=self.plan.trained(canonical.params))
 
     def initial_canonical(self, params: Tree) -> TrainState:
-        """The canonical state before the first step, with these canonical parameters; without the moments of what is
-        offloaded, which `from_canonical` makes."""
+        """The canonical state before the first step, with these canonical parameters; without the moments of offloaded
+        ones, which `from_canonical` makes."""
         part = params if self.offload is None else exclude(params, self.offload.tree)
         like = self._abstract(subset_of(self.plan.shapes, part), self.plan.canonical_specs)
         state = jax.jit(self._initial_state, out_shardings=_shardings(like))(part)
@@ -205,8 +205,8 @@ class Program:
         def padded(part: Callable[[Tree], Tree]) -> TrainState:
             of_part = moved(canonical.map_params(part), DEVICE) if self.offload else canonical
             of_part = dataclasses.replace(of_part, opt_state=self._with_all_moments(of_part))
-            padded = _fit(of_part, self._abstract_padded(part))
-            return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
+            in_model_order = _fit(of_part, self._abstract_padded(part))
+            return self._reorder(in_model_order, lambda state: state.map_params(self.plan.to_stage_order))
 
         return self._in_parts(padded)
 
@@ -308,18 +308,18 @@ class Program:
             raise CompilerError(problem, reason, out_of_memory) from error
 
     def lowered_updates(self) -> dict[Group, jax.stages.Lowered]:
-        """The devices' programs that update what is offloaded, for one group of each shape."""
+        """The devices' programs that update offloaded state, for one group of each shape."""
         if self.offload is None or not isinstance(place := self.offload.place, DeviceUpdate):
             return {}
         weights, pending, lowered = self.abstract_state().params, self._abstract_pending(), {}
         for groups, trees in zip(self.offload.groups, self._abstract_offloaded(), strict=True):
             for group in {group.layers and group.layers[1]: group for group in groups}.values():
                 of_group = subset_of(weights, group.tree), trees, subset_of(pending.grads, group.tree)
-                lowered[group] = place.lower(group, *of_group, Shared(*pending[1:]))
+                lowered[group] = place.lower(group, *of_group, pending.shared)
         return lowered
 
     def copied_by_updates(self) -> dict[str, int]:
-        """Bytes that a device and its host send each other in one step's update of what is offloaded."""
+        """Bytes that a device and its host send each other in one step's update of offloaded state, by name."""
         if self.offload is None:
             return {}
         if isinstance(self.offload.place, DeviceUpdate):
@@ -333,15 +333,14 @@ class Program:
         """Shapes, dtypes and shardings, on devices, of the masters and moments of each entry of `offload.groups`."""
         assert self.offload is not None
         for tree in self.offload.trees():
-            masters, *moments = trees_of(
-                self._abstract_padded(functools.partial(subset_of, like=tree)), self.plan.names
-            )
+            part = self._abstract_padded(functools.partial(subset_of, like=tree))
+            masters, *moments = trees_of(part, self.plan.names)
             yield masters if self.offload.place.keeps_masters else {}, *moments
 
     def _abstract_pending(self) -> PendingUpdate:
         pending = jax.eval_shape(self.train_step, self.abstract_state(), self.abstract_batch())[2]
         specs = subset_of(self.plan.param_specs, pending.grads)
-        shardings = self.plan.sharding(PendingUpdate(specs, *jax.tree.map(lambda _: P(), pending[1:])))
+        shardings = self.plan.sharding(PendingUpdate(specs, jax.tree.map(lambda _: P(), pending.shared)))
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), pending, shardings)
 
     def compile(self) -> float:

@@ -38,12 +38,13 @@ LossesAndGrads = tuple[LossDict, SplitParams]
 def make_train_step(
     config: RunConfig, model: LanguageModel, optimizer: Optimizer, plan: Plan, schedule: Schedule, specs: TrainState
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}, PendingUpdate of what is offloaded), with the
-    metrics of unscale_gradients where the loss is scaled; the state it is given is donated.  specs: PartitionSpecs of
-    the state.
+    """(state, batch) -> (state, metrics, pending); the state it is given is donated.
 
+    specs: PartitionSpecs of the state.
+    metrics: loss, grad_norm, lr, skip_reason, and those of unscale_gradients where the loss is scaled.
+    pending: see guard.update.
     loss: the sum of the objective's losses, in nats, and of the blocks' auxiliary ones, each a mean over the global
-    batch; where there are several, each is a metric too, `NAME_loss`."""
+      batch; where there are several, each is a metric too, `NAME_loss`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
@@ -78,7 +79,7 @@ def make_train_step(
 
     offloaded = subset_of(plan.param_specs, optimizer.offloaded(plan))
     replicated: Any = P()
-    out_specs = specs, replicated, PendingUpdate(offloaded, replicated, replicated) if offloaded else None
+    out_specs = specs, replicated, PendingUpdate(offloaded, replicated) if offloaded else None
     step = plan.partition(train_step, (specs, plan.batch_specs), out_specs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(out_specs))
 

@@ -43,7 +43,7 @@ def test_state_is_what_the_compiled_step_takes_as_arguments(run, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_step_takes_no_masters_or_moments_of_what_is_offloaded(zero):
-    """Nor more than weights in the compute dtype, with the state of vectors; the host has the rest."""
+    """Only weights in the compute dtype, and the state of vectors; the host has the rest."""
     sections = {"parallel": {"data": 8, "zero": zero}, "precision": LOW}
     p, whole = (program(make_config(optim={"offload": offload}, **sections)) for offload in ("host", "none"))
     taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
@@ -99,14 +99,14 @@ def test_offloaded_inputs_are_the_hosts_but_for_two():
     full, offload = (make_config(model={"layers": 8}, remat={"policy": p}, **sections) for p in ("full", "offload"))
     on_tpu, on_cpu = (abstract_plan(offload, 8, platform, "") for platform in ("tpu", "cpu"))
     inputs = saved(full, "tpu")
-    assert memory.on_host(full, on_tpu) == memory.on_host(offload, on_cpu) == 0
-    assert memory.on_host(offload, on_tpu) == inputs and saved(offload, "cpu") == saved(full, "cpu")
+    assert memory.activations_on_host(full, on_tpu) == memory.activations_on_host(offload, on_cpu) == 0
+    assert memory.activations_on_host(offload, on_tpu) == inputs and saved(offload, "cpu") == saved(full, "cpu")
     held = memory.table(full, on_tpu)["activations"] - memory.table(offload, on_tpu)["activations"]
     assert held == inputs * 6 / 8
     assert memory.saved_activations(offload, on_tpu) == 0
     untied, optim = {"layers": 8, "tie_embeddings": False}, {"freeze": "blocks.* embedding.*"}
     frozen = make_config(model=untied, remat={"policy": "offload"}, optim=optim)
-    assert memory.on_host(frozen, abstract_plan(frozen, 1, "tpu", "")) == 0
+    assert memory.activations_on_host(frozen, abstract_plan(frozen, 1, "tpu", "")) == 0
 
 
 def test_a_remat_block_saves_its_input_and_what_is_inside_one_of_them():
@@ -253,7 +253,7 @@ def test_zero_infinity_s_activation_checkpoints(layers, width, terabytes):
     model = {"layers": layers, "width": width, "heads": width // 128, "context": 1024, "vocab": 50304}
     sections = {"train": {"batch": 32}, "precision": LOW, "remat": {"policy": "offload"}}
     config = make_config(model=model, parallel={"data": 16, "zero": 3}, **sections)
-    per_node = 16 * memory.on_host(config, abstract_plan(config, 16, "gpu", ""))
+    per_node = 16 * memory.activations_on_host(config, abstract_plan(config, 16, "gpu", ""))
     assert per_node == 2 * 32 * 1024 * width * layers
     assert round(per_node / 2**40, 2) == terabytes
 

@@ -573,8 +573,8 @@ def test_inputs_that_stay_on_the_device_are_reported(monkeypatch):
     ],
     ids=str,
 )
-def test_offloaded_state_is_no_argument_of_the_step_s(name, parallel, monkeypatch):
-    """Which has weights in bfloat16; and an update holds no more than two groups, of layers of a stack too."""
+def test_the_step_takes_no_offloaded_state(name, parallel, monkeypatch):
+    """Its weights are in bfloat16.  An update holds no more than two groups, some of them layers of a stack."""
     monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**20)
     config = make_config(
         model=BIG | {"layers": 16, "width": 1024, "heads": 8, "vocab": 8192, "dropout": 0.0, "attention_dropout": 0.0},
@@ -598,7 +598,7 @@ PLATFORMS = {"v5p:2x2x2": ("tpu", "TPU v5p"), "h100:1x8": ("gpu", "NVIDIA H100 8
 
 
 def test_an_update_that_holds_more_than_two_groups_is_reported(monkeypatch):
-    """As one whose arguments are not given away does; and so are copies that are not planned."""
+    """Its arguments are not donated.  Copies that are not planned are reported too."""
     adamw, lion = (
         make_config(parallel={"data": 4, "zero": 1}, precision=FLOAT32, optim={"offload": "host", "kind": kind})
         for kind in ("adamw", "lion")

@@ -1,7 +1,7 @@
-"""A step whose optimizer state rests on the host is the step whose state does not.
+"""A step whose optimizer state is on the host gives the result of one whose state is on the devices.
 
-Bit for bit in float32 and less: jax before 0.12 compiles both to the same arithmetic.  Later ones fuse otherwise: there
-the runs are in float64, and equal to its rounding."""
+Bit for bit in float32 and less with jax before 0.12, which compiles both to the same arithmetic.  Later versions fuse
+differently: there the runs are in float64, and equal to its rounding."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, ReplicaError
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.host_memory import PINNED
 from spmd_lm.parallel.trees import leaves_by_path
@@ -18,6 +18,7 @@ from spmd_lm.step.offload import HostUpdate
 from spmd_lm.step.program import Program
 from spmd_lm.training.replicas import ReplicaCheck
 from tests.helpers import FLOAT32, assert_close, assert_equal, degrees, device_batch, make_config
+from tests.reliability.test_replicas import with_flip
 
 SAME_BITS = jax.__version_info__ < (0, 12)
 MIXED = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
@@ -117,7 +118,7 @@ def assert_same(got, want) -> None:
 
 @pytest.mark.parametrize("sections", CASES)
 def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bits_are_equal):
-    """On the devices, on the host; and switched on and off in the middle."""
+    """Updated on the devices and on the host; and switched on in the middle of a run, and off."""
     steps = 20 if "slow" in [mark.name for mark in request.node.iter_markers()] else 4
     plain = make_program(sections)
     begun, first = run(plain, plain.init(), range(steps // 2))
@@ -152,8 +153,8 @@ def placed(p: Program, state):
 
 @slow
 @pytest.mark.parametrize("storage", [OrbaxStorage, ShardStorage])
-def test_checkpoints_of_offloaded_state_are_any_other_s(storage, tmp_path):
-    """Saved while the run goes on; restored under other layouts, offloaded or not."""
+def test_checkpoints_do_not_depend_on_offload(storage, tmp_path):
+    """Saved while the run continues; restored under other layouts, offloaded or not."""
     sections = {"model": {"layers": 4}, "precision": MIXED, "parallel": parallel(data=4, model=2, zero=2)}
     others = [
         make_program(sections),
@@ -199,9 +200,11 @@ def test_a_host_keeps_one_copy_of_what_its_devices_share():
 
 def test_copies_of_weights_on_devices_are_compared():
     p = make_program({"precision": MIXED, "parallel": parallel(data=2)}, offload="host")
-    check = ReplicaCheck(p)
+    state, check = p.init(), ReplicaCheck(p)
     assert check.has_copies()
-    check.check(p.init(), 1)
+    check.check(state, 1)
+    with pytest.raises(ReplicaError, match=r"copies differ: params\.embedding\.tokens"):
+        check.check(with_flip(state, 1), 1)
 
 
 def test_groups_have_every_matrix_once_and_no_more_than_they_may():
