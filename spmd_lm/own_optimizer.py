@@ -23,7 +23,7 @@ TRIAL_STEPS = 3
 
 class CountedState(NamedTuple):
     count: Any  # int32, updates so far
-    inner: dict[str, Any]  # leaves of the rule's own state by number: checkpoints hold no tuples
+    inner: dict[str, Any] | None  # leaves of the rule's own state by number: checkpoints hold no tuples
 
 
 @functools.lru_cache(maxsize=8)
@@ -41,27 +41,29 @@ def own_rule(module: str) -> optax.GradientTransformation:
         if problem := next(_problems(rule), None):
             raise ConfigError(f"{where}: {problem}")
 
-    def numbered(state: Any) -> dict[str, Any]:
-        return {str(i): part for i, part in enumerate(jax.tree.leaves(state, is_leaf=_is_dict))}
+    def numbered(state: Any) -> dict[str, Any] | None:
+        """None, not an empty dict, which would count as a tree of parameters."""
+        return {str(i): part for i, part in enumerate(jax.tree.leaves(state, is_leaf=_is_dict))} or None
 
     def init(params: Any) -> CountedState:
         return CountedState(jnp.zeros((), jnp.int32), numbered(rule.init(params)))
 
     def update(grads: Any, state: CountedState, params: Any = None) -> tuple[Any, CountedState]:
         structure = jax.tree.structure(jax.eval_shape(rule.init, params), is_leaf=_is_dict)
-        inner = jax.tree.unflatten(structure, [state.inner[str(i)] for i in range(len(state.inner))])
+        numbers = state.inner or {}
+        inner = jax.tree.unflatten(structure, [numbers[str(i)] for i in range(len(numbers))])
         updates, inner = rule.update(grads, inner, params)
         return updates, CountedState(state.count + 1, numbered(inner))
 
     return optax.GradientTransformation(init, update)
 
 
-def moments_per_parameter(optim: OptimizerConfig) -> int:
-    """Values of the optimizer's state per parameter."""
+def bytes_of_moments(optim: OptimizerConfig, dtype: str) -> int:
+    """Bytes of the optimizer's state per parameter of this dtype."""
     if not isinstance(optim, CustomOptimizer):
-        return optim.num_moments
-    state = jax.eval_shape(own_rule(optim.module).init, {"embedding": {"tokens": jnp.zeros((3, 5))}})
-    return sum(leaf.ndim > 0 for leaf in jax.tree.leaves(state))
+        return optim.num_moments * jnp.dtype(dtype).itemsize
+    state = jax.eval_shape(own_rule(optim.module).init, {"embedding": {"tokens": jnp.zeros((3, 5), dtype)}})
+    return sum(leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
 
 
 def _problems(rule: optax.GradientTransformation) -> Iterator[str]:

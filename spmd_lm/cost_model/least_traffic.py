@@ -4,7 +4,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.memory import saved_activations
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device
-from spmd_lm.own_optimizer import moments_per_parameter
+from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -23,7 +23,7 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     logits = compute if p.logits == "compute" else accum
     weights = microbatches * used_bytes(plan, p.compute, gathered=True)
     gradients = microbatches * used_bytes(plan, p.compute, gathered=not plan.zero.scatters_in_backward, trained=True)
-    state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
+    state = 2 * (dtype_bytes(p.params) + bytes_of_moments(config.optim, p.params)) + 2 * dtype_bytes(p.reduce) + compute
     return {
         "saved values": saved_traffic(config, plan),
         "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,

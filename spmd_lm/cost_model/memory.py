@@ -16,7 +16,7 @@ from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
-from spmd_lm.own_optimizer import moments_per_parameter
+from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.groups import can_offload, groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
@@ -86,7 +86,7 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
     trained = plan.elements_per_device(trained=True) - _offloaded_elements(config, plan)
-    moments = moments_per_parameter(config.optim) * trained * dtype_bytes(config.precision.params)
+    moments = bytes_of_moments(config.optim, config.precision.params) * trained
     weights = sum(each.elements * dtype_bytes(stored_dtype(config, each)) for each in plan.parameters)
     return {"parameters": weights, config.optim.moments: moments}
 
@@ -101,7 +101,7 @@ def _offloaded_bytes_per_element(config: RunConfig) -> int:
     """Bytes of masters and moments of an element whose optimizer state is offloaded."""
     p = config.precision
     has_masters = config.optim.offload_update == "host" or weight_dtype(p.compute, p.params) != p.params
-    return (moments_per_parameter(config.optim) + has_masters) * dtype_bytes(p.params)
+    return bytes_of_moments(config.optim, p.params) + has_masters * dtype_bytes(p.params)
 
 
 def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -227,13 +227,16 @@ class _Step:
         self.chunk = layer * self.config.layers_per_chunk if plan.zero.scatter_per == "chunk" else 0
         if not plan.zero.gathers_on_use:
             return
-        self.resident = 0 if self.compiler.casts_layers else plan.bytes_per_device(p.compute, "blocks")
-        self.resident *= p.compute != p.params and self.config.optim.offload == "none"
+        blocks = [each for each in plan.parameters if each.path[0] == "blocks"]
+        stored = {each: dtype_bytes(stored_dtype(self.config, each)) for each in blocks}
+        kept = sum(each.elements for each in blocks if stored[each] != dtype_bytes(each.dtype))  # in the compute dtype
+        cast = plan.bytes_per_device(p.compute, "blocks") - kept * self.itemsize
+        self.resident = 0 if self.compiler.casts_layers or p.compute == p.params else cast
         if plan.zero.gather_per == "layer":
             self.in_use = period * (layer + ahead / self.layers_of_stage)
         else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read
             self.chunk *= 2
-            self.resident += self.compiler.casts_layers * plan.bytes_per_device(None, "blocks")
+            self.resident += self.compiler.casts_layers * sum(each.elements * stored[each] for each in blocks)
 
     def _copies(self, *parts: str) -> float:
         """Bytes of these parts' weights that are gathered or cast; others are the parameters themselves."""

@@ -19,7 +19,7 @@ from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes
 from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
-from spmd_lm.own_optimizer import moments_per_parameter
+from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -232,6 +232,6 @@ def _optimizer_seconds(config: RunConfig, plan: Plan, kernels: Kernels) -> float
     """Seconds of the update's memory traffic: it reads and writes weights and moments, reads gradients for their norm
     and for the update, and writes the copy in the compute dtype."""
     p = config.precision
-    state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params)
+    state = 2 * (dtype_bytes(p.params) + bytes_of_moments(config.optim, p.params))
     per_parameter = state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
     return kernels.traffic(per_parameter * plan.elements_per_device(trained=True))

@@ -18,7 +18,7 @@ from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
 from spmd_lm.cost_model.sizes import dtype_bytes, stream_bytes, tokens_per_device
-from spmd_lm.own_optimizer import moments_per_parameter
+from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
@@ -133,7 +133,7 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     frozen = sum(
         each.elements * numbers_per_element(each.path[-1], each.dtype) for each in plan.parameters if not each.trained
     )
-    moments = moments_per_parameter(config.optim) * frozen * dtype_bytes(config.precision.params)
+    moments = bytes_of_moments(config.optim, config.precision.params) * frozen
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 

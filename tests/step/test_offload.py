@@ -9,6 +9,7 @@ import pytest
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
+from spmd_lm.cost_model import memory
 from spmd_lm.errors import ConfigError, ReplicaError
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.host_memory import PINNED
@@ -18,6 +19,7 @@ from spmd_lm.step.offload import HostUpdate
 from spmd_lm.step.program import Program
 from spmd_lm.training.replicas import ReplicaCheck
 from tests.helpers import FLOAT32, assert_close, assert_equal, degrees, device_batch, make_config
+from tests.own import write_module
 from tests.reliability.test_replicas import with_flip
 
 SAME_BITS = jax.__version_info__ < (0, 12)
@@ -144,6 +146,26 @@ def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bi
 
         state, second = run(p, p.from_canonical(placed(p, middle)), range(steps // 2, steps))
         assert_same((on_host(p, state), second), (whole[0], whole[1][steps // 2 :]))
+
+
+@slow
+@pytest.mark.parametrize(
+    "rule", ["optax.scale_by_sign()", "optax.trace(0.9)", "optax.scale_by_adam(mu_dtype='bfloat16')"]
+)
+def test_rules_of_one_s_own_are_offloaded(rule, tmp_path, float64_unless_bits_are_equal):
+    """Without a state, with one of another dtype, and with a division by scalars, which may round otherwise."""
+    module = write_module(tmp_path, "direction", f"import optax\n\ndef direction():\n    return {rule}\n")
+    optim = {"kind": "custom", "module": module}
+    sections = {"precision": MIXED, "parallel": parallel(data=4, zero=1), "optim": optim}
+    plain = make_program(sections)
+    want = run(plain, plain.init(), range(3))
+    for place in ("device", "host"):
+        p = make_program(sections, offload="host", offload_update=place)
+        state, metrics = run(p, p.init(), range(3))
+        np.testing.assert_allclose(metrics, want[1], rtol=1e-6)
+        for path, leaf in leaves_by_path(on_host(p, state)).items():
+            np.testing.assert_allclose(leaf, leaves_by_path(on_host(plain, want[0]))[path], rtol=1e-5, atol=1e-5)
+        assert p.copied_by_updates() == memory.copied_by_updates(p.config, p.plan)
 
 
 def placed(p: Program, state):
