@@ -93,8 +93,22 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 
 def state_on_host(config: RunConfig, plan: Plan) -> int:
-    """Bytes of masters and moments of a device that its host's memory holds.  Where optim.offload_update=host, devices
-    of one host that have the same shards share one copy."""
+    """Bytes of masters and moments of a device that its host's memory holds: all, or with optim.offload=disk the last
+    group, this one and the next.  Where optim.offload_update=host, devices of one host that have the same shards share
+    one copy."""
+    state = _offloaded_state(config, plan)
+    if config.optim.offload != "disk":
+        return state
+    largest, elements = _largest_group(config, plan), _offloaded_elements(config, plan)
+    return min(3 * largest, elements) * state // elements
+
+
+def state_on_disk(config: RunConfig, plan: Plan) -> int:
+    """Bytes of masters and moments of a device in optim.offload_dir; twice as many while they are updated."""
+    return _offloaded_state(config, plan) if config.optim.offload == "disk" else 0
+
+
+def _offloaded_state(config: RunConfig, plan: Plan) -> int:
     p, on_host = config.precision, config.optim.offload_update == "host"
     masters = on_host or weight_dtype(p.compute, p.params) != p.params
     per_element = (moments_per_parameter(config.optim) + masters) * dtype_bytes(p.params)
@@ -102,11 +116,19 @@ def state_on_host(config: RunConfig, plan: Plan) -> int:
 
 
 def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
-    """Bytes that a device and its host send each other in one step's update of what is offloaded, by name."""
+    """Bytes that a device and its host, and its disk, send each other in one step's update of what is offloaded, by
+    name."""
+    size = state_on_disk(config, plan)
+    disk = {"masters and moments from disk": size, "masters and moments to disk": size} if size else {}
+    return copied_by_hosts(config, plan) | disk
+
+
+def copied_by_hosts(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """The rows of `copied_by_updates` that cross between device and host."""
     if config.optim.offload == "none":
         return {}
     if config.optim.offload_update == "device":
-        size = state_on_host(config, plan)
+        size = _offloaded_state(config, plan)
         return {"masters and moments to devices": size, "masters and moments to hosts": size}
     p, elements = config.precision, _offloaded_elements(config, plan)
     weights = elements * dtype_bytes(weight_dtype(p.compute, p.params))
@@ -122,6 +144,12 @@ def _gradient_dtype(config: RunConfig) -> str:
 def _offloaded_elements(config: RunConfig, plan: Plan) -> int:
     """Elements on a device of parameters whose optimizer state is offloaded."""
     return 0 if config.optim.offload == "none" else sum(each.elements for each in offloaded(plan))
+
+
+def _largest_group(config: RunConfig, plan: Plan) -> int:
+    """Elements on a device of the largest group."""
+    groups = groups_of(offloaded(plan), plan.layout.pipe, split=config.optim.offload_update == "device")
+    return max(group.elements for made in groups for group in made)
 
 
 def stored_dtype(config: RunConfig, parameter: Parameter) -> str:
@@ -278,9 +306,8 @@ class _Step:
         p, optim, parameters = self.config.precision, self.config.optim, offloaded(self.plan)
         elements = sum(each.elements for each in parameters)
         on_host = optim.offload_update == "host"
-        groups = groups_of(parameters, self.plan.layout.pipe, split=not on_host)
-        largest = max(group.elements for made in groups for group in made)
-        each = state_on_host(self.config, self.plan) // elements
+        largest = _largest_group(self.config, self.plan)
+        each = _offloaded_state(self.config, self.plan) // elements
         held = dtype_bytes(weight_dtype(p.compute, p.params)) if on_host else each
         return Point(
             UPDATE, 0, elements * dtype_bytes(_gradient_dtype(self.config)), 0, min(2 * largest, elements) * held

@@ -131,8 +131,9 @@ def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, la
 def _seconds_of_state(config: RunConfig, plan: Plan, hardware: Hardware) -> float:
     """Seconds in which masters and moments come from the host and go back, at the same time, group by group; or, where
     the host updates them, gradients go and weights come back.  Nothing hides them, because they wait for the norm.  The
-    host's own work is not counted; 0 where the rate is unknown."""
-    copied = memory.copied_by_updates(config, plan)
+    host's own work is not counted, nor what a disk takes, whose rate is the host's own; 0 where the rate is
+    unknown."""
+    copied = memory.copied_by_hosts(config, plan)
     if not copied or hardware.host is None:
         return 0.0
     both_at_once = config.optim.offload_update == "device"
