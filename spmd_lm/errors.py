@@ -87,6 +87,12 @@ class ReplicaError(UserError):
     code = Exit.CHECK_FAILED
 
 
+class OffloadError(UserError):
+    """State that optim.offload=disk wrote and cannot read back."""
+
+    code = Exit.CHECK_FAILED
+
+
 class NonFiniteError(UserError):
     """A loss, a gradient norm or a state to be saved that is NaN or infinite."""
 

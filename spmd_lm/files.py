@@ -11,7 +11,8 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             partial.unlink()  # free its space, which may have run out
         raise
+
+
+def safetensors_header(entries: Mapping[str, Any]) -> bytes:
+    """The beginning of a safetensors file: the header's length in eight little-endian bytes, and the header, JSON with
+    each tensor's dtype, shape and offsets; the tensors' bytes follow.  The library's writer holds all tensors of a file
+    in memory."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
+    return struct.pack("<Q", len(text)) + text
 
 
 def require_inside(path: Path) -> None:

@@ -33,7 +33,6 @@ from spmd_lm.checkpoints.directories import (
     parse_step,
     remove_unfinished,
 )
-from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.leaves import (
     Shapes,
     abstract_array,
@@ -58,6 +57,7 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import is_number, lower_is_better

@@ -33,7 +33,7 @@ class SavedLeaf(BaseModel):
 
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=32)]  # canonical
     dtype: Annotated[str, Field(pattern=r"^(bool|(u?int|float)(8|16|32|64)|bfloat16)$")]
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # by checkpoints/fingerprint.py
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # by parallel/fingerprint.py
 
     @property
     def size(self) -> int:

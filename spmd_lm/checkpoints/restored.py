@@ -12,7 +12,6 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.init_from import PretrainedRun
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import (
@@ -25,6 +24,7 @@ from spmd_lm.checkpoints.saved_run import (
 )
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, merge
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState

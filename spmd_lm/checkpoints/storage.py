@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from spmd_lm.checkpoints.parts import parts_of
-from spmd_lm.parallel.shards import Bounds, bounds_of
+from spmd_lm.parallel.array_parts import ShardReader, bounds_of, part_key
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
 Fields = dict[str, Tree]  # of a state
@@ -74,7 +74,7 @@ class ShardStorage:
         parts: dict[str, np.ndarray] = {}
         for name, leaf in leaves_by_path(fields).items():
             for shard in leaf.addressable_shards:
-                key = _key(name, bounds_of(shard.index, leaf.shape))
+                key = part_key(name, bounds_of(shard.index, leaf.shape))
                 if key not in parts:  # copied, because the next step reuses the buffer
                     parts[key] = np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
         writer = ThreadPoolExecutor(1, "checkpoint")
@@ -93,55 +93,3 @@ class ShardStorage:
             ]
             jax.block_until_ready(arrays)
         return jax.tree.unflatten(jax.tree.structure(abstract_fields), arrays)
-
-
-class ShardReader:
-    def __init__(self, files: list[Any]):
-        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path: the file of each part
-        for file in files:
-            for key in file.keys():  # noqa: SIM118
-                name, _, bounds = key.partition("|")
-                self._parts.setdefault(name, {}).setdefault(_parse(bounds), file)
-
-    def read(self, name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
-        """leaf[index].  Raises KeyError if an element is in no part."""
-        wanted, parts = bounds_of(index or (), leaf.shape), self._parts.get(name, {})
-        if wanted in parts:
-            return self._read_part(name, wanted, leaf.dtype)
-        result = np.empty(_sizes(wanted), leaf.dtype)
-        missing = np.ones(result.shape, bool)
-        for part in parts:
-            overlap = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(wanted, part, strict=True))
-            if all(start < stop for start, stop in overlap):
-                to = _within(overlap, wanted)
-                result[to] = self._read_part(name, part, leaf.dtype)[_within(overlap, part)]
-                missing[to] = False
-        if missing.any():
-            raise KeyError(f"{name}: some of {_write(wanted)} is in no part")
-        return result
-
-    def _read_part(self, name: str, bounds: Bounds, dtype: Any) -> np.ndarray:
-        file = self._parts[name][bounds]
-        return file.get_tensor(_key(name, bounds)).view(dtype).reshape(_sizes(bounds))
-
-
-def _sizes(bounds: Bounds) -> list[int]:
-    return [stop - start for start, stop in bounds]
-
-
-def _within(part: Bounds, other: Bounds) -> tuple[slice, ...]:
-    """The position of `part` within `other`, which contains it."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, other, strict=True))
-
-
-def _write(bounds: Bounds) -> str:
-    return ",".join(f"{start}:{stop}" for start, stop in bounds)
-
-
-def _parse(text: str) -> Bounds:
-    pairs = [part.split(":") for part in text.split(",") if part]
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
-def _key(name: str, bounds: Bounds) -> str:
-    return f"{name}|{_write(bounds)}"

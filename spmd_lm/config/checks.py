@@ -125,10 +125,13 @@ def frozen_parameters_have_their_dtype(
         yield use(f"{precision.frozen=!s} has no effect where nothing is frozen", "precision.frozen=null")
 
 
-def host_updates_what_is_offloaded(optim: OptimizerConfig) -> Problems:
+def offload_keys_have_an_effect(optim: OptimizerConfig) -> Problems:
     if optim.offload_update == "host" and optim.offload == "none":
         problem = f"{optim.offload_update=!s} has no effect with {optim.offload=!s}"
         yield use(problem, "optim.offload=host", "optim.offload_update=device")
+    if optim.offload_dir and optim.offload != "disk":
+        problem = f"{optim.offload_dir=!s} has no effect with {optim.offload=!s}"
+        yield use(problem, "optim.offload=disk", "optim.offload_dir=null")
 
 
 def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) -> Problems:
@@ -389,7 +392,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     layers_can_be_shared,
     adapted_layers_are_not_shared,
     frozen_parameters_have_their_dtype,
-    host_updates_what_is_offloaded,
+    offload_keys_have_an_effect,
     settings_have_an_effect,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

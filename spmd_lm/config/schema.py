@@ -293,7 +293,8 @@ class OptimizerConfig(Section):
     # parameters that are not trained: name patterns, separated by spaces; parallel/freeze.py
     freeze: Annotated[str, Field(max_length=1000)] = ""
     # memory of the optimizer's state, and of the float32 weights, of matrices; docs/memory.md
-    offload: Literal["none", "host"] = "none"
+    offload: Literal["none", "host", "disk"] = "none"
+    offload_dir: ValidPath | None = None  # of offload=disk, on each host: scratch; default: RUN/offload
     offload_update: Literal["device", "host"] = "device"  # which of them computes the update of what is offloaded
 
 

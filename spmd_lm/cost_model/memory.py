@@ -92,8 +92,20 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 
 def state_on_host(config: RunConfig, plan: Plan) -> int:
-    """Bytes of a device's masters and moments in its host's memory.  With optim.offload_update=host, devices of a host
-    that have the same shards share one copy."""
+    """Bytes of a device's masters and moments in its host's memory: all, or with optim.offload=disk three groups.  With
+    optim.offload_update=host, devices of a host that have the same shards share one copy."""
+    state = _offloaded_state(config, plan)
+    if config.optim.offload != "disk":
+        return state
+    return min(3 * _largest_group(config, plan) * _offloaded_bytes_per_element(config), state)
+
+
+def state_on_disk(config: RunConfig, plan: Plan) -> int:
+    """Bytes of a device's masters and moments in optim.offload_dir; twice as many while they are updated."""
+    return _offloaded_state(config, plan) if config.optim.offload == "disk" else 0
+
+
+def _offloaded_state(config: RunConfig, plan: Plan) -> int:
     return _offloaded_elements(config, plan) * _offloaded_bytes_per_element(config)
 
 
@@ -105,11 +117,19 @@ def _offloaded_bytes_per_element(config: RunConfig) -> int:
 
 
 def copied_by_updates(config: RunConfig, plan: Plan) -> dict[str, int]:
-    """Bytes that a device and its host send each other in one step's update of offloaded state, by name."""
+    """Bytes that a device, its host and the host's disk send each other in one step's update of offloaded state, by
+    name."""
+    size = state_on_disk(config, plan)
+    disk = {"masters and moments from disk": size, "masters and moments to disk": size} if size else {}
+    return copied_by_hosts(config, plan) | disk
+
+
+def copied_by_hosts(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """The rows of `copied_by_updates` between device and host."""
     if config.optim.offload == "none":
         return {}
     if config.optim.offload_update == "device":
-        size = state_on_host(config, plan)
+        size = _offloaded_state(config, plan)
         return {"masters and moments to devices": size, "masters and moments to hosts": size}
     p, elements = config.precision, _offloaded_elements(config, plan)
     weights = elements * dtype_bytes(weight_dtype(p.compute, p.params))
@@ -125,6 +145,12 @@ def _gradient_dtype(config: RunConfig) -> str:
 def _offloaded_elements(config: RunConfig, plan: Plan) -> int:
     """Elements on a device of parameters whose optimizer state is offloaded."""
     return 0 if config.optim.offload == "none" else sum(each.elements for each in offloaded(plan))
+
+
+def _largest_group(config: RunConfig, plan: Plan) -> int:
+    """Elements on a device of the largest group."""
+    groups = groups_of(offloaded(plan), plan.layout.pipe, split=config.optim.offload_update == "device")
+    return max(group.elements for made in groups for group in made)
 
 
 def stored_dtype(config: RunConfig, parameter: Parameter) -> str:
@@ -282,11 +308,10 @@ class _Step:
     def _update(self) -> Point:
         """The update of offloaded state: all gradients, and masters and moments of two groups; if the host updates
         them, new weights of two groups."""
-        config, p, on_host = self.config, self.config.precision, self.config.optim.offload_update == "host"
-        groups = groups_of(offloaded(self.plan), self.plan.layout.pipe, split=not on_host)
-        largest = max(group.elements for of_stack in groups for group in of_stack)
-        elements = _offloaded_elements(config, self.plan)
+        config, p = self.config, self.config.precision
+        largest, elements = _largest_group(config, self.plan), _offloaded_elements(config, self.plan)
         weight_bytes = dtype_bytes(weight_dtype(p.compute, p.params))
+        on_host = config.optim.offload_update == "host"
         per_element = weight_bytes if on_host else _offloaded_bytes_per_element(config)
         gradients = elements * dtype_bytes(_gradient_dtype(config))
         return Point(UPDATE, 0, gradients, 0, min(2 * largest, elements) * per_element)

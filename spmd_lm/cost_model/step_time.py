@@ -131,8 +131,8 @@ def _seconds_of_offloading(config: RunConfig, plan: Plan, hardware: Hardware, la
 def _seconds_of_state(config: RunConfig, plan: Plan, hardware: Hardware) -> float:
     """Seconds that updates of offloaded state wait for copies, which nothing hides, because they need the norm; 0 where
     the rate is unknown.  On the devices, masters and moments come and go at the same time; on the host, whose own work
-    is not counted, gradients come before weights go."""
-    copied = memory.copied_by_updates(config, plan)
+    and disk are not counted, gradients come before weights go."""
+    copied = memory.copied_by_hosts(config, plan)
     if not copied or hardware.host is None:
         return 0.0
     at_once = config.optim.offload_update == "device"

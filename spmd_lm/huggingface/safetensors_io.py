@@ -1,14 +1,12 @@
 """Reads slices of tensors in safetensors files by name, and writes tensors one at a time.
 
 The safetensors library does the reading, and refuses a header that contradicts the file.  Its writer holds all tensors
-of a file in memory, so `write_tensors` writes the format itself: the header's length in eight little-endian bytes; the
-header, JSON with each tensor's dtype, shape and offsets; the tensors' bytes.  Pickles are never opened: loading one
-runs the code in it."""
+of a file in memory, so `write_tensors` writes the format itself.  Pickles are never opened: loading one runs the code
+in it."""
 
 import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import MAX_MODEL_FILE, open_regular, parse_json, read_bytes, require_inside
+from spmd_lm.files import MAX_MODEL_FILE, open_regular, parse_json, read_bytes, require_inside, safetensors_header
 from spmd_lm.huggingface.architectures import Index, Shape
 from spmd_lm.runtime.formatting import abbreviate
 
@@ -190,10 +188,8 @@ def write_tensors(
 
 def _write_file(path: Path, header: dict[str, Any], values: Iterator[np.ndarray]) -> None:
     metadata = {"__metadata__": {"format": "pt"}}  # readers require the framework of the names and shapes
-    text = json.dumps(metadata | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_header(metadata | header))
         for name, entry in header.items():
             value = next(values)
             stored = [FLOAT_DTYPES[value.dtype.name], [*value.shape]]

@@ -30,7 +30,7 @@ from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_
 from spmd_lm.huggingface.hub import HubModel
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
-from spmd_lm.parallel.shards import local_bounds
+from spmd_lm.parallel.array_parts import local_bounds
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate

@@ -48,6 +48,7 @@ from spmd_lm.parallel.zero import ZeroPolicy
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 def remembered(
@@ -62,7 +63,7 @@ def remembered(
     return functools.cached_property(remembering)
 
 
-def interleave(x: Array, dim: int, first: int, second: int) -> Array:
+def interleave(x: AnyArray, dim: int, first: int, second: int) -> AnyArray:
     """The entries of `dim`, read as [first, second, rest], in the order [second, first, rest]."""
     split = x.reshape(*x.shape[:dim], first, second, -1, *x.shape[dim + 1 :])
     return split.swapaxes(dim, dim + 1).reshape(x.shape)

@@ -71,6 +71,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "activations": memory.activations_on_host(config, plan),
             "masters and moments": memory.state_on_host(config, plan),
         },
+        "disk": memory.state_on_disk(config, plan),
         "fullest_in": memory.fullest_point(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
@@ -252,6 +253,7 @@ def summary(description: dict[str, Any]) -> str:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
     on_host = sum(d["host_memory"].values())
     host = f", and {format_bytes(on_host)} on its host" if on_host else ""
+    host += f", {format_bytes(d['disk'])} on disk" if d["disk"] else ""
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
@@ -285,6 +287,7 @@ def render(description: dict[str, Any]) -> str:
     total = f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"
     table = [("memory per device", ""), *rows, ("total, about", total)]
     table += [(f"{name} on the host", format_bytes(size)) for name, size in d["host_memory"].items() if size]
+    table += [("masters and moments on disk", format_bytes(d["disk"]))] * bool(d["disk"])
     pipeline = ["", *_render_pipeline(d["pipeline"])] if d["pipeline"] else []
     return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])
 

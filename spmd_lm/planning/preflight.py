@@ -135,6 +135,7 @@ def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]
         "activations": fullest.activations,
         "temporaries": found["temporaries"],
         "host": memory.activations_on_host(config, plan) + memory.state_on_host(config, plan),
+        "disk": memory.state_on_disk(config, plan),
         "peak": peak,
         "planned": sum(memory.table(config, plan).values()),
         "capacity": int(capacity.usable),
@@ -237,6 +238,7 @@ def render(found: dict[str, Any]) -> str:
     if m["capacity"] < m["device"]:
         capacity = f"the {describe_capacity(m['capacity'], m['device'])}"
     planned += f", {format_bytes(m['host'])} on its host" * bool(m["host"])
+    planned += f", {format_bytes(m['disk'])} on disk" * bool(m["disk"])
     remedy = [f"remedy  {m['remedy']}, with which it fits"] if m["remedy"] else []
     if f["refused"]:
         return (

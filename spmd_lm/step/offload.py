@@ -6,12 +6,13 @@ and sends weights back (ZeRO-Offload, arXiv:2101.06840)."""
 
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Sequence
+import itertools
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -21,32 +22,39 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.groups import Group, groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.plan import Plan, interleave
-from spmd_lm.parallel.shards import Bounds, local_bounds
 from spmd_lm.parallel.trees import Tree, cast_like, leaves_by_path, merge, subset_of
+from spmd_lm.step.group_store import InFiles, InMemory, Store, StoredArrays
+from spmd_lm.step.local_shards import LocalShards, Trees, copied
 from spmd_lm.step.optimizer import Optimizer, PendingUpdate, Shared, trained_layers
 from spmd_lm.step.state import TrainState, trees_of, with_trees
 
-Trees = tuple[Tree, ...]
-"""Trees like some of the parameters: their masters, {} if the devices' weights are the masters, and their moments."""
-
 
 class Place(Protocol):
-    """Where groups are updated.  `state`: a group's `Trees` between steps, in a form of the place's own."""
+    """Where groups are updated.  `local`: a group's `Trees`, in a form of the place's own.
+    in_memory: between `local` and its form between steps, for a store in memory."""
 
     splits_stacks: bool
     keeps_masters: bool
 
-    def put(self, trees: Trees) -> Any:
-        """The state, from arrays on devices."""
+    def in_memory(self) -> InMemory: ...
 
-    def fetch(self, state: Any) -> Trees:
-        """Arrays on devices, from the state."""
+    def put(self, group: Group, trees: Trees) -> Any:
+        """`local`, from arrays on devices."""
+
+    def fetch(self, group: Group, local: Any) -> Trees:
+        """Arrays on devices, from `local`."""
+
+    def split(self, group: Group, local: Any) -> list[Trees]:
+        """The distinct shards of `local`, see LocalShards."""
+
+    def join(self, group: Group, shards: list[Trees]) -> Any:
+        """`local`, from copies of these shards."""
 
     def share(self, shared: Shared) -> Shared:
         """The arguments, where `update` reads them."""
 
-    def update(self, group: Group, weights: Tree, state: Any, grads: Tree, shared: Shared) -> tuple[Tree, Any]:
-        """(weights on devices, state) after the update.  All arguments but `grads` and `shared` are donated."""
+    def update(self, group: Group, weights: Tree, local: Any, grads: Tree, shared: Shared) -> tuple[Tree, Any]:
+        """(weights on devices, `local`) after the update.  All arguments but `grads` and `shared` are donated."""
 
 
 class Offload:
@@ -58,9 +66,28 @@ class Offload:
         self.plan, p = plan, config.precision
         self.dtype = jnp.dtype(weight_dtype(p.compute, p.params))
         self.tree = optimizer.offloaded(plan)
-        place = HostUpdate if config.optim.offload_update == "host" else DeviceUpdate
-        self.place: Place = place(plan, optimizer, self.dtype)
+        place, shards = HostUpdate if config.optim.offload_update == "host" else DeviceUpdate, LocalShards(plan)
+        self.place: Place = place(plan, optimizer, self.dtype, shards)
         self.groups = groups_of(offloaded(plan), plan.layout.pipe, split=self.place.splits_stacks)
+        self.store: Store = self.place.in_memory()
+        if config.optim.offload == "disk":
+            directory = offload_directory(config) / f"process-{jax.process_index()}"
+            groups, arrays = [*itertools.chain(*self.groups)], self._stored_arrays(optimizer)
+            self.store = InFiles(directory, groups, arrays, shards, self.place.split, self.place.join)
+
+    def _stored_arrays(self, optimizer: Optimizer) -> StoredArrays:
+        """What files hold of each parameter."""
+        trained = self.plan.trained(self.plan.padded_shapes)
+        state = TrainState(0, trained, jax.eval_shape(optimizer.rule.init, trained))
+        trees = trees_of(state, self.plan.names)
+        numbered = jax.tree_util.tree_leaves_with_path(
+            with_trees(state, self.plan.names, [f"{number}" for number in range(len(trees))])
+        )
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, x in numbered if isinstance(x, str)]
+        dtypes = [{path: np.dtype(leaf.dtype) for path, leaf in leaves_by_path(tree).items()} for tree in trees]
+        if not self.place.keeps_masters:
+            dtypes[0] = {}
+        return [*zip(names, dtypes, strict=True)]
 
     def trees(self) -> list[Tree]:
         """The parameters of each entry of `groups`, as nested dicts for `subset_of`."""
@@ -71,11 +98,13 @@ class Offload:
         masters, *moments = trees
         weights = jax.tree.map(lambda x: x.astype(self.dtype), masters)
         kept = (masters if self.place.keeps_masters else {}, *moments)
-        return weights, tuple(self.place.put(self._layers(kept, group)) for group in groups)
+        locals_ = (self.place.put(group, self._layers(kept, group)) for group in groups)
+        return weights, tuple(self.store.put(*each) for each in zip(groups, locals_, strict=True))
 
-    def whole(self, weights: Tree, states: tuple) -> Trees:
+    def whole(self, weights: Tree, groups: tuple[Group, ...], states: tuple) -> Trees:
         """The inverse of `hold`: masters and moments of whole parameters, on devices."""
-        parts = [self.place.fetch(state) for state in states]
+        each = zip(groups, states, strict=True)
+        parts = [self.place.fetch(group, self.store.fetch(state)) for group, state in each]
         masters, *moments = parts[0] if len(parts) == 1 else self._joined(parts)
         return masters or weights, *moments
 
@@ -101,17 +130,29 @@ class Offload:
         Waits for each group before it starts on the one after the next, so that devices hold two at a time."""
         shared, params, grads = self.place.share(pending.shared), state.params, pending.grads
         done: list[Any] = []
+        following = [*itertools.chain(*state.offloaded)][1:]
+        self.store.begin(state.step)
         for groups, states in zip(self.groups, state.offloaded, strict=True):
             tree = groups[0].tree
             weights, of_groups = subset_of(params, tree), subset_of(grads, tree)
             for group, each in zip(groups, states, strict=True):
                 jax.block_until_ready(done[-2:-1])
-                weights, new = self.place.update(group, weights, each, of_groups, shared)
-                done.append(new)
+                local = self.store.fetch(each)
+                self.store.read_ahead(*following[len(done) : len(done) + 1])
+                weights, local = self.place.update(group, weights, local, of_groups, shared)
+                done.append(self.store.put(group, local))
             params = merge(params, weights)
+        self.store.commit()
+        self.store.read_ahead(*done[:1])
         rest = iter(done)
         offloaded = tuple(tuple(next(rest) for _ in groups) for groups in self.groups)
         return dataclasses.replace(state, params=params, offloaded=offloaded)
+
+
+def offload_directory(config: RunConfig) -> Path:
+    """optim.offload_dir, or its default."""
+    given = config.optim.offload_dir
+    return Path(given).expanduser().absolute() if given else config.run.directory.absolute() / "offload"
 
 
 def take_layers(tree: Tree, layers: tuple[Any, int]) -> Tree:
@@ -124,26 +165,34 @@ class DeviceUpdate:
 
     splits_stacks = True
 
-    def __init__(self, plan: Plan, optimizer: Optimizer, dtype: jnp.dtype):
-        self.plan, self.optimizer, self.dtype = plan, optimizer, dtype
+    def __init__(self, plan: Plan, optimizer: Optimizer, dtype: jnp.dtype, shards: LocalShards):
+        self.plan, self.optimizer, self.dtype, self.shards = plan, optimizer, dtype, shards
         masters = {leaf.dtype for leaf in jax.tree.leaves(plan.trained(plan.shapes))}
         self.keeps_masters = masters != {dtype}
         self._programs: dict[tuple, jax.stages.Wrapped] = {}
 
-    def put(self, trees: Trees) -> Trees:
-        return moved(trees, PINNED)
+    def in_memory(self) -> InMemory:
+        return InMemory(lambda local: moved(local, PINNED), lambda state: moved(state, DEVICE))
 
-    def fetch(self, state: Trees) -> Trees:
-        return moved(state, DEVICE)
+    def put(self, group: Group, trees: Trees) -> Trees:
+        return trees
+
+    def fetch(self, group: Group, local: Trees) -> Trees:
+        return local
+
+    def split(self, group: Group, local: Trees) -> list[Trees]:
+        return self.shards.split(local, group)
+
+    def join(self, group: Group, shards: list[Trees]) -> Trees:
+        return self.shards.join(shards, group)
 
     def share(self, shared: Shared) -> Shared:
         return shared
 
-    def update(self, group: Group, weights: Tree, state: Trees, grads: Tree, shared: Shared) -> tuple[Tree, Trees]:
+    def update(self, group: Group, weights: Tree, local: Trees, grads: Tree, shared: Shared) -> tuple[Tree, Trees]:
         start, number = group.layers or (0, None)
-        program = self.program(group.paths, number, len(state))
-        weights, trees = program(weights, self.fetch(state), grads, shared, jnp.int32(start))
-        return weights, self.put(trees)
+        program = self.program(group.paths, number, len(local))
+        return program(weights, local, grads, shared, jnp.int32(start))
 
     def program(self, paths: tuple[tuple[str, ...], ...], number: int | None, num_trees: int) -> jax.stages.Wrapped:
         """(weights, trees, gradients, shared, start) -> (weights, trees), compiled once for groups of one shape."""
@@ -201,13 +250,13 @@ def updated(
 class HostUpdate:
     """Keeps masters and moments in arrays of the host's processor, which updates them there.
 
-    A state is a list of trees: the n-th has the n-th distinct shard of each array that this process holds."""
+    `local`: for each distinct shard that this process holds, the trees of that shard."""
 
     splits_stacks = False
     keeps_masters = True
 
-    def __init__(self, plan: Plan, optimizer: Optimizer, dtype: jnp.dtype):
-        self.plan, self.dtype = plan, dtype
+    def __init__(self, plan: Plan, optimizer: Optimizer, dtype: jnp.dtype, shards: LocalShards):
+        self.plan, self.dtype, self.shards = plan, dtype, shards
         try:
             self.cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError:
@@ -215,79 +264,50 @@ class HostUpdate:
                 "optim.offload_update=host: jax has no CPU backend here. Add cpu to JAX_PLATFORMS, or use "
                 "optim.offload_update=device."
             ) from None
-        shardings = leaves_by_path(plan.sharding(plan.param_specs))
-        shapes = {path: leaf.shape for path, leaf in leaves_by_path(plan.padded_shapes).items()}
-        self._like = {path: (shapes[path], sharding) for path, sharding in shardings.items()}
 
         def update(masks: Tree, trees: Trees, grads: Tree, shared: Shared) -> tuple[Tree, Trees]:
             return updated(optimizer, plan, masks, {}, trees, grads, shared, dtype)
 
         self._update = jax.jit(update, donate_argnums=1)
 
-    def put(self, trees: Trees) -> list[Trees]:
-        return [*zip(*map(self._shards, trees), strict=True)]
+    def in_memory(self) -> InMemory:
+        return InMemory(lambda local: local, lambda state: state)
 
-    def fetch(self, state: list[Trees]) -> Trees:
-        return tuple(map(self._arrays, zip(*state, strict=True)))
+    def put(self, group: Group, trees: Trees) -> list[Trees]:
+        return self.shards.split(trees, group, self._copied)
+
+    def fetch(self, group: Group, local: list[Trees]) -> Trees:
+        return self.shards.join(local, group)
+
+    def split(self, group: Group, local: list[Trees]) -> list[Trees]:
+        return local
+
+    def join(self, group: Group, shards: list[Trees]) -> list[Trees]:
+        return jax.tree.map(self._copied, shards)
 
     def share(self, shared: Shared) -> Shared:
-        return jax.tree.map(lambda x: self._copy(x.addressable_shards[0].data, self.cpu), shared)
+        return jax.tree.map(lambda x: self._copied(x.addressable_shards[0].data), shared)
 
     def update(
-        self, group: Group, weights: Tree, state: list[Trees], grads: Tree, shared: Shared
+        self, group: Group, weights: Tree, local: list[Trees], grads: Tree, shared: Shared
     ) -> tuple[Tree, list[Trees]]:
+        of_shards = self.shards.split((grads,), group, self._copied)
         new = [
-            self._update(self._masks(number, of_shard), trees, of_shard, shared)
-            for number, (trees, of_shard) in enumerate(zip(state, self._shards(grads), strict=True))
+            self._update(self._masks(group, number, of_shard), trees, of_shard, shared)
+            for number, (trees, (of_shard,)) in enumerate(zip(local, of_shards, strict=True))
         ]
-        return self._arrays([weights for weights, _ in new]), [trees for _, trees in new]
+        (weights,) = self.shards.join([(weights,) for weights, _ in new], group)
+        return weights, [trees for _, trees in new]
 
-    def _shards(self, tree: Tree) -> list[Tree]:
-        """The distinct shards of arrays on devices, on the host."""
-        found: list[dict[str, jax.Array]] = []
-        for path, x in leaves_by_path(tree).items():
-            numbers = {bounds: number for number, bounds in enumerate(self._distinct(path))}
-            found += [{} for _ in range(len(found), len(numbers))]
-            for shard in x.addressable_shards:
-                number = numbers[self._bounds[path][shard.device]]
-                if path not in found[number]:
-                    found[number][path] = self._copy(shard.data, self.cpu)
-        return [unflatten_dict(each, sep=".") for each in found]
-
-    def _arrays(self, shards: Sequence[Tree]) -> Tree:
-        """The inverse of `_shards`."""
-        by_path: dict[str, list[jax.Array]] = defaultdict(list)
-        for tree in shards:
-            for path, x in leaves_by_path(tree).items():
-                by_path[path].append(x)
-        arrays = {}
-        for path, distinct in by_path.items():
-            shape, sharding = self._like[path]
-            of_bounds = dict(zip(self._distinct(path), distinct, strict=True))
-            local = [self._copy(of_bounds[bounds], device) for device, bounds in self._bounds[path].items()]
-            arrays[path] = jax.make_array_from_single_device_arrays(shape, sharding, local)
-        return unflatten_dict(arrays, sep=".")
-
-    def _masks(self, number: int, tree: Tree) -> Tree:
+    def _masks(self, group: Group, number: int, tree: Tree) -> Tree:
         """Masks as from `trained_layers`, for the n-th distinct shards."""
         masks = {}
         for path, frozen in leaves_by_path(subset_of(self.plan.frozen, tree)).items():
             if frozen.any():
-                bounds = self._distinct(path)[number]
+                bounds = self.shards.distinct(path, group)[number]
                 in_order = interleave(~frozen, 0, self.plan.chunks, self.plan.layout.pipe)[slice(*bounds[0])]
                 masks[path] = in_order.reshape(-1, *(1,) * (len(bounds) - 1))
         return unflatten_dict(masks, sep=".")
 
-    @functools.cached_property
-    def _bounds(self) -> dict[str, dict[jax.Device, Bounds]]:
-        """By path: the shard of the parameter that each device of this process holds."""
-        return {path: local_bounds(shape, sharding) for path, (shape, sharding) in self._like.items()}
-
-    def _distinct(self, path: str) -> list[Bounds]:
-        """The distinct shards of a parameter, in the order of a state's trees."""
-        return [*dict.fromkeys(self._bounds[path].values())]
-
-    @staticmethod
-    def _copy(x: jax.Array, device: jax.Device) -> jax.Array:
-        """A copy, never an alias, even if the devices are the host's processor: it may be donated."""
-        return jax.device_put(x, device, may_alias=False)
+    def _copied(self, x: jax.Array) -> jax.Array:
+        return copied(x, self.cpu)

@@ -28,9 +28,11 @@ from spmd_lm.parallel.trees import Tree, exclude, from_paths, leaves_by_path, me
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
 from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
+from spmd_lm.step.group_store import InFiles
 from spmd_lm.step.guard import init_loss_window
+from spmd_lm.step.local_shards import Trees
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.offload import DeviceUpdate, Offload, Trees
+from spmd_lm.step.offload import DeviceUpdate, Offload
 from spmd_lm.step.optimizer import Optimizer, PendingUpdate
 from spmd_lm.step.state import TrainState, trees_of, with_trees
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
@@ -82,6 +84,11 @@ class Program:
         setting, deterministic = config.run.compiler_options, config.run.deterministic
         self.xla_options = options_for(setting, plan.platform, kind, absent=absent, deterministic=deterministic)
 
+    def close(self) -> None:
+        """Ends the use of optim.offload_dir; states of this program are then lost."""
+        if self.offload:
+            self.offload.store.close()
+
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""
 
@@ -123,11 +130,13 @@ class Program:
         if (offload := self.offload) is None:
             return make(lambda tree: tree)
         state, offloaded = make(lambda tree: exclude(tree, offload.tree)), []
+        offload.store.begin(state.step, anew=True)
         for groups, tree in zip(offload.groups, offload.trees(), strict=True):
             made = make(functools.partial(subset_of, like=tree))
             weights, states = offload.hold(groups, trees_of(made, self.plan.names))
             state = dataclasses.replace(state, params=merge(state.params, weights))
             offloaded.append(states)
+        offload.store.commit()
         return dataclasses.replace(state, offloaded=tuple(offloaded))
 
     def _initial_state(self, params: Tree) -> TrainState:
@@ -180,8 +189,8 @@ class Program:
             return self._canonical(state)
         offloaded = self.offload.tree
         canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offloaded)))
-        for tree, states in zip(self.offload.trees(), state.offloaded, strict=True):
-            trees = self.offload.whole(subset_of(state.params, tree), states)
+        for groups, tree, states in zip(self.offload.groups, self.offload.trees(), state.offloaded, strict=True):
+            trees = self.offload.whole(subset_of(state.params, tree), groups, states)
             part = self._canonical(with_trees(state.on_device, self.plan.names, trees))
             canonical = canonical.merge(part.map_params(functools.partial(moved, memory=PINNED)))
         return canonical
@@ -319,15 +328,18 @@ class Program:
         return lowered
 
     def copied_by_updates(self) -> dict[str, int]:
-        """Bytes that a device and its host send each other in one step's update of offloaded state, by name."""
+        """Bytes that a device, its host and the host's disk send each other in one step's update of offloaded state, by
+        name."""
         if self.offload is None:
             return {}
+        size, disk = _bytes_per_device([*self._abstract_offloaded()]), {}
+        if isinstance(self.offload.store, InFiles):
+            disk = {"masters and moments from disk": size, "masters and moments to disk": size}
         if isinstance(self.offload.place, DeviceUpdate):
-            size = _bytes_per_device([*self._abstract_offloaded()])
-            return {"masters and moments to devices": size, "masters and moments to hosts": size}
+            return disk | {"masters and moments to devices": size, "masters and moments to hosts": size}
         weights = subset_of(self.abstract_state().params, self.offload.tree)
         grads = self._abstract_pending().grads
-        return {"gradients to hosts": _bytes_per_device(grads), "weights to devices": _bytes_per_device(weights)}
+        return disk | {"gradients to hosts": _bytes_per_device(grads), "weights to devices": _bytes_per_device(weights)}
 
     def _abstract_offloaded(self) -> Iterator[Trees]:
         """Shapes, dtypes and shardings, on devices, of the masters and moments of each entry of `offload.groups`."""

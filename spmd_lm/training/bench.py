@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -45,8 +46,12 @@ def peak_memory(program: Program) -> tuple[int, str]:
 
 def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]:
     """Times `steps` steps, each on its own, after `warmup` untimed ones.  Seconds are wall-clock."""
-    program = Program(config)
-    compile_seconds = program.compile()
+    with closing(Program(config)) as program:
+        return _bench(program, steps, warmup)
+
+
+def _bench(program: Program, steps: int, warmup: int) -> dict[str, Any]:
+    config, compile_seconds = program.config, program.compile()
     state, batch = program.init(), random_batch(program)
     seconds = []
     for step in range(warmup + steps):

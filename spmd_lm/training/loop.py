@@ -5,7 +5,7 @@ checkpoint as if it had not stopped."""
 
 import io
 import signal
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import jax
@@ -82,7 +82,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
         progress.log(*program.xla_options.lines)
         if notice := check_own_modules(config, program.model.modules, program.plan):
             progress.log(notice)
-    with mark_failed(status, clock):
+    with mark_failed(status, clock), closing(program):
         with clock.time("init"):
             # The run to initialize from and the data may reject the config, before any file is written.
             init_from = config.run.init_from if run_dir.saved_step is None else None

@@ -4,12 +4,12 @@ Writes nothing.  On the same mesh and hardware a step computes the same bits; a 
 memory or the network has corrupted some."""
 
 import math
+from contextlib import closing
 from typing import Any
 
 import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.restored import restore_state
 from spmd_lm.checkpoints.saved_run import (
     check_compatible,
@@ -24,6 +24,7 @@ from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.metrics import read_records
 from spmd_lm.step.program import Program
@@ -63,17 +64,17 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     data = load_data(data_of_run(config), config.train.seed, config.model.vocab, rules_of(meta), config.model.context)
     for line in check_data(meta, config, data.fingerprint, data.name):
         warn(line)
-    program = Program(config)
-    state, compared = program.from_canonical(restore_state(checkpoints, start, program)), []
-    loader = make_loader(config, data, "training")
-    for number in range(start + 1, step + 1):
-        state, metrics = program.step(state, loader.batch(number - 1, program.batch_shardings))
-        values = {name: jax.device_get(metrics[name]).item() for name in COMPARED}
-        for name in COMPARED:
-            if name in logged.get(number, {}):
-                was = logged[number][name]
-                compared.append({"step": number, "name": name, "logged": was, "now": values[name]})
-    leaves = changed_leaves(checkpoints, step, program.saved_part(program.canonical(state))) if is_saved else []
+    loader, compared = make_loader(config, data, "training"), []
+    with closing(Program(config)) as program:
+        state = program.from_canonical(restore_state(checkpoints, start, program))
+        for number in range(start + 1, step + 1):
+            state, metrics = program.step(state, loader.batch(number - 1, program.batch_shardings))
+            values = {name: jax.device_get(metrics[name]).item() for name in COMPARED}
+            for name in COMPARED:
+                if name in logged.get(number, {}):
+                    was = logged[number][name]
+                    compared.append({"step": number, "name": name, "logged": was, "now": values[name]})
+        leaves = changed_leaves(checkpoints, step, program.saved_part(program.canonical(state))) if is_saved else []
     same = not leaves and all(is_same(each["logged"], each["now"]) for each in compared)
     return {"step": step, "from": start, "same": same, "compared": compared, "leaves": leaves}
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.checkpoints.fingerprint import fingerprint
 from spmd_lm.errors import ReplicaError
+from spmd_lm.parallel.fingerprint import fingerprint
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import allgather_objects

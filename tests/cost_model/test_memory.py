@@ -11,6 +11,7 @@ from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.groups import offloaded
+from spmd_lm.planning import plan_report
 from spmd_lm.planning.audit import audit_step
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
@@ -245,6 +246,26 @@ def test_zero_offload_s_split():
         "gradients to hosts": 2 * matrices,
         "weights to devices": 2 * matrices,
     }
+
+
+@pytest.mark.parametrize(("place", "on_host"), [("device", 3 * 12 * 2**16), ("host", 3 * 12 * 2**18)])
+def test_a_host_whose_disk_holds_the_state_holds_three_groups(place, on_host, monkeypatch):
+    """Of layers of stacks, or of whole matrices; and the disk what the host held."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**16)
+    model = {"width": 64, "heads": 8, "layers": 16, "vocab": 256}
+    on_disk, in_memory = (
+        make_config(model=model, precision=LOW, optim={"offload": offload, "offload_update": place})
+        for offload in ("disk", "host")
+    )
+    plan = abstract_plan(on_disk, 1, "cpu", "")
+    size = memory.state_on_host(in_memory, plan)
+    assert (memory.state_on_disk(on_disk, plan), memory.state_on_disk(in_memory, plan)) == (size, 0)
+    assert memory.state_on_host(on_disk, plan) == on_host < size
+    assert memory.table(on_disk, plan) == memory.table(in_memory, plan)
+    copies = {"masters and moments from disk": size, "masters and moments to disk": size}
+    assert memory.copied_by_updates(on_disk, plan) == memory.copied_by_updates(in_memory, plan) | copies
+    described = plan_report.describe(on_disk, plan)
+    assert described["disk"] == size and "masters and moments on disk" in plan_report.render(described)
 
 
 @pytest.mark.parametrize(("layers", "width", "terabytes"), [(80, 10240, 0.05), (100, 20480, 0.12), (128, 25600, 0.20)])

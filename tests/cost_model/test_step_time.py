@@ -165,9 +165,9 @@ def test_layers_wait_for_copies_to_their_host_that_they_do_not_hide():
 def test_updates_of_what_is_offloaded_wait_for_its_copies():
     """In and out at once, where devices update it; where the host does, gradients out, then weights in."""
     hardware = dataclasses.replace(HARDWARE, host=1e6)
-    plain, device, host = (
+    plain, device, host, disk = (
         config(optim={"offload": offload, "offload_update": place})
-        for offload, place in (("none", "device"), ("host", "device"), ("host", "host"))
+        for offload, place in (("none", "device"), ("host", "device"), ("host", "host"), ("disk", "device"))
     )
     matrices = sum(each.elements for each in offloaded(abstract_plan(plain, 1, "gpu", H100)))
     alone, on_device, on_host = (predicted(each, 1, hardware) for each in (plain, device, host))
@@ -175,6 +175,7 @@ def test_updates_of_what_is_offloaded_wait_for_its_copies():
     assert on_device.host == pytest.approx(12 * matrices / 1e6)
     assert on_host.host == pytest.approx((4 + 2) * matrices / 1e6)
     assert on_device.seconds == pytest.approx(alone.seconds + on_device.host)
+    assert predicted(disk, 1, hardware) == on_device  # a disk's own time is not modelled
 
 
 def flops_of(run, software=OURS):

@@ -600,7 +600,7 @@ PLATFORMS = {"v5p:2x2x2": ("tpu", "TPU v5p"), "h100:1x8": ("gpu", "NVIDIA H100 8
 def test_an_update_that_holds_more_than_two_groups_is_reported(monkeypatch):
     """Its arguments are not donated.  Copies that are not planned are reported too."""
     adamw, lion = (
-        make_config(parallel={"data": 4, "zero": 1}, precision=FLOAT32, optim={"offload": "host", "kind": kind})
+        make_config(parallel={"data": 4, "zero": 1}, precision=FLOAT32, optim={"offload": "disk", "kind": kind})
         for kind in ("adamw", "lion")
     )
     assert _updates_as_planned(_updates(adamw, Program(adamw, jax.devices()[:4])))

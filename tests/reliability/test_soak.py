@@ -26,8 +26,8 @@ RUN = [
 ]
 
 
-def start(directory: Path, *before: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "spmd_lm", *before, *RUN, f"run.dir={directory}"]
+def start(directory: Path, *before: str, offload: str = "none") -> subprocess.Popen:
+    command = [sys.executable, "-m", "spmd_lm", *before, *RUN, f"run.dir={directory}", f"optim.offload={offload}"]
     optimized = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # the suite's are not
     with open(directory.with_suffix(".out"), "w") as output:
         return subprocess.Popen(command, cwd=processes.ROOT, env=optimized, stdout=output, stderr=subprocess.STDOUT)
@@ -39,10 +39,12 @@ def steps_done(directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_loses_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_a_run_killed_at_random_loses_nothing(offload, tmp_path, capsys):
+    """Also if it keeps state in files, and the run that was left alone does not."""
     assert processes.exit_codes(start(tmp_path / "alone")) == [Exit.DONE]
     rng, run = random.Random(KILLS), tmp_path / "run"
-    supervisor = start(run, "supervise", "--attempts", "99", "--")
+    supervisor = start(run, "supervise", "--attempts", "99", "--", offload=offload)
     for _ in range(KILLS):
         goal = steps_done(run) + rng.randint(1, 2 * EVERY)
         processes.wait_until(lambda goal=goal: steps_done(run) >= goal or supervisor.poll() is not None, supervisor)

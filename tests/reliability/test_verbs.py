@@ -17,11 +17,11 @@ import pytest
 
 from spmd_lm.checkpoints import init_from
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.record import read_record
 from spmd_lm.cli import main
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import Exit
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.step.program import Program
 from tests.reliability.test_damage import cut_last_byte, delete, empty, flip, truncate, zero_block
 from tests.reliability.test_fallback import DEBUG, contents, text  # noqa: F401 (a fixture)

@@ -119,8 +119,8 @@ def assert_same(got, want) -> None:
 
 
 @pytest.mark.parametrize("sections", CASES)
-def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bits_are_equal):
-    """Updated on the devices and on the host; and switched on in the middle of a run, and off."""
+def test_offloaded_state_makes_the_same_run(sections, request, tmp_path, float64_unless_bits_are_equal):
+    """On the devices, on the host, from the host's memory and from its disk; and switched on and off in the middle."""
     steps = 20 if "slow" in [mark.name for mark in request.node.iter_markers()] else 4
     plain = make_program(sections)
     begun, first = run(plain, plain.init(), range(steps // 2))
@@ -133,10 +133,16 @@ def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bi
         assert not np.array_equal(whole[1][0], whole[1][-1])
 
     device, host = (make_program(sections, offload="host", offload_update=place) for place in ("device", "host"))
+    disk = {"offload": "disk", "offload_dir": str(tmp_path)}
+    on_disk = [make_program(sections, offload_update=place, **disk) for place in ("device", "host")]
     vars(host)["compiled"] = device.compiled  # the same program: only the updates differ
+    for p, like in zip(on_disk, (device, host), strict=True):  # and here the updates are the same, too
+        vars(p)["compiled"] = device.compiled
+        vars(p.offload.place).update(vars(like.offload.place))
+    start = on_host(plain, plain.init())
     for p in (device, host):
         state = p.init()
-        assert_equal(on_host(p, state), on_host(plain, plain.init()))
+        assert_equal(on_host(p, state), start)
         memories = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.offloaded)}
         assert memories == ({PINNED} if p is device else {jax.devices()[0].default_memory().kind})
         state, first = run(p, state, range(steps // 2))
@@ -146,6 +152,14 @@ def test_offloaded_state_makes_the_same_run(sections, request, float64_unless_bi
 
         state, second = run(p, p.from_canonical(placed(p, middle)), range(steps // 2, steps))
         assert_same((on_host(p, state), second), (whole[0], whole[1][steps // 2 :]))
+
+    for p in on_disk:
+        state, first = run(p, p.from_canonical(placed(p, start)), range(steps // 2))
+        assert_same((on_host(p, state), first), (middle, whole[1][: steps // 2]))
+        state, second = run(p, state, range(steps // 2, steps))
+        assert_same((on_host(p, state), second), (whole[0], whole[1][steps // 2 :]))
+        p.close()
+        assert not any(tmp_path.iterdir())
 
 
 @slow

@@ -70,6 +70,8 @@ class FakeProgram:
         w = jnp.arange(16.0)
         return TrainState(jnp.int32(0), {"w": w}, {"mu": {"w": w * 0}, "nu": {"w": w * 0}})
 
+    def close(self): ...
+
     def compile(self):
         self.at.get("compile", lambda: None)()
         return 0.25

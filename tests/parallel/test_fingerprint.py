@@ -1,12 +1,14 @@
 """Fingerprints are what their definition says, on every mesh: those in checkpoints must be found again."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spmd_lm.checkpoints.fingerprint import GOLDEN, MURMUR_1, MURMUR_2, fingerprints, measure
+from spmd_lm.parallel.fingerprint import GOLDEN, MURMUR_1, MURMUR_2, Sums, fingerprints, measure, sums_of_part
 
 SHAPES = [(), (0,), (3,), (8, 16), (2, 8, 4)]
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int32", "uint8", "bool"]
@@ -46,3 +48,16 @@ def test_a_number_that_is_not_finite_is_noticed(dtype, value, x64):
     x = jnp.zeros((4, 8), dtype)
     assert fingerprints({"x": x, "n": jnp.int32(1)})[1]
     assert not fingerprints({"x": x.at[2, 3].set(value), "n": jnp.int32(1)})[1]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_the_sums_of_parts_add_up_to_the_array_s(dtype, monkeypatch):
+    monkeypatch.setattr("spmd_lm.parallel.fingerprint.CHUNK", 16)
+    x = np.random.default_rng(0).normal(size=(4, 6, 10)).astype(jnp.dtype(dtype))
+    total = Sums(0, 0, True)
+    for bounds in itertools.product([(0, 1), (1, 4)], [(0, 6)], [(0, 3), (3, 10)]):
+        total += sums_of_part(x[tuple(slice(*each) for each in bounds)], bounds, x.shape)
+    assert [total.plain, total.weighted, total.finite] == [*by_definition(x), True]
+    assert str(total) == f"{total.plain:08x}{total.weighted:08x}"
+    x[3, 5, 9] = np.nan
+    assert not sums_of_part(x, ((0, 4), (0, 6), (0, 10)), x.shape).finite

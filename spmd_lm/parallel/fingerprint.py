@@ -4,12 +4,14 @@ Each 32-bit word is mixed with its position by invertible steps, those of Murmur
 word always changes the first sum.  One in 2^64 changes of several words goes unnoticed."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from spmd_lm.parallel.array_parts import Bounds
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
@@ -76,3 +78,50 @@ def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
 
 def _measure_anywhere(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return measure(x) if x.sharding.memory_kind != PINNED else jax.block_until_ready(measure(moved(x, DEVICE)))
+
+
+CHUNK = 2**14  # words, so that a pass over them stays in a core's cache
+
+
+class Sums(NamedTuple):
+    """The fingerprint of a part of an array: those of all parts add up to the array's.  finite: True if all numbers of
+    the part are."""
+
+    plain: int
+    weighted: int
+    finite: bool
+
+    def __add__(self, other: "Sums") -> "Sums":  # type: ignore[override]
+        return Sums(
+            (self.plain + other.plain) % 2**32, (self.weighted + other.weighted) % 2**32, self.finite & other.finite
+        )
+
+    def __str__(self) -> str:
+        return f"{self.plain:08x}{self.weighted:08x}"
+
+
+def sums_of_part(part: np.ndarray, bounds: Bounds, shape: tuple[int, ...]) -> Sums:
+    """Sums of a part, on the host.  bounds: the part's, in an array of this shape."""
+    width = max(1, part.dtype.itemsize // 4)  # words of a number
+    unsigned = np.dtype(f"uint{8 * min(4, part.dtype.itemsize)}")
+    rows = np.ascontiguousarray(part).view(unsigned).reshape(-1, part.shape[-1] * width)
+    first = np.zeros((1,) * (part.ndim - 1), np.uint32)  # position of each row's first word
+    for dim, (start, stop) in enumerate(bounds[:-1]):
+        below = np.uint32(math.prod(shape[dim + 1 :]) * width % 2**32)
+        of_dim = np.arange(start, stop, dtype=np.uint32) * below
+        first = first + of_dim.reshape(-1, *(1,) * (part.ndim - 2 - dim))
+    first, column = first.reshape(-1, 1), np.arange(rows.shape[1], dtype=np.uint32) + np.uint32(bounds[-1][0] * width)
+    plain = weighted = 0
+    step = max(1, CHUNK // max(1, rows.shape[1]))
+    for row in range(0, len(rows), step):
+        position = first[row : row + step] + column
+        mixed = position * np.uint32(GOLDEN)
+        mixed ^= rows[row : row + step]
+        mixed *= np.uint32(MURMUR_1)
+        mixed ^= mixed >> np.uint32(13)
+        mixed *= np.uint32(MURMUR_2)
+        mixed ^= mixed >> np.uint32(16)
+        plain += int(mixed.sum(dtype=np.uint64))
+        position |= np.uint32(1)
+        weighted += int(np.dot(mixed.reshape(-1), position.reshape(-1)))
+    return Sums(plain % 2**32, weighted % 2**32, bool(np.isfinite(part).all()))

@@ -1,0 +1,337 @@
+"""Where groups of offloaded state rest between steps: in memory, or in files (ZeRO-Infinity, arXiv:2104.07857).
+
+Files are scratch: whoever starts, or resumes from a checkpoint, begins with an empty directory.  None is ever changed.
+Those of step N + 1 are written beside those of step N, which are removed once all of step N + 1 are on disk."""
+
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from spmd_lm.errors import ConfigError, OffloadError
+from spmd_lm.files import create, safetensors_header, write_atomically
+from spmd_lm.parallel.array_parts import Bounds, part_key, sizes_of
+from spmd_lm.parallel.fingerprint import Sums, sums_of_part
+from spmd_lm.parallel.groups import Group
+from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.runtime.directories import is_locked, lock_directory
+from spmd_lm.runtime.formatting import format_bytes, parse_count
+from spmd_lm.runtime.outputs import writing
+from spmd_lm.runtime.processes import allgather_objects
+from spmd_lm.step.local_shards import LocalShards, Trees
+
+StoredArrays = list[tuple[str, dict[str, np.dtype]]]
+"""For each of `Trees` its name in the canonical state, as in 'opt_state.mu', and the dtypes of its arrays, by path."""
+
+COMMITTED = "committed"  # a file with the newest step of which all groups are on disk
+
+
+class Store(Protocol):
+    """Holds each group's state between steps.  `local`: a form of the place that updates it."""
+
+    def begin(self, step: Any, *, anew: bool = False) -> None:
+        """Before the groups of `step` are put.  anew: forget all others first."""
+
+    def put(self, group: Group, local: Any) -> Any:
+        """The state, at rest."""
+
+    def read_ahead(self, *states: Any) -> None:
+        """Begins to fetch states."""
+
+    def fetch(self, state: Any) -> Any:
+        """`local` again."""
+
+    def commit(self) -> None:
+        """After the groups of a step were put."""
+
+    def close(self) -> None:
+        """Forgets everything."""
+
+
+class InMemory:
+    """rest, fetch: between `local` and the state."""
+
+    def __init__(self, rest: Callable[[Any], Any], fetch: Callable[[Any], Any]):
+        self._rest, self._fetch = rest, fetch
+
+    def begin(self, step: Any, *, anew: bool = False) -> None: ...
+
+    def put(self, group: Group, local: Any) -> Any:
+        return self._rest(local)
+
+    def read_ahead(self, *states: Any) -> None: ...
+
+    def fetch(self, state: Any) -> Any:
+        return self._fetch(state)
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Part(NamedTuple):
+    """A part of a canonical array in a group's file.
+    tree, path, number: it is of the n-th distinct shard of this array of this tree.
+    within: its place in that shard.
+    name, bounds: in the canonical state.
+    start: byte in the file's data."""
+
+    tree: int
+    path: str
+    number: int
+    within: tuple[slice, ...]
+    name: str
+    bounds: Bounds
+    start: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """The contents of a group's file.  shapes: of the shards, by (tree, path, number)."""
+
+    header: bytes
+    parts: tuple[Part, ...]
+    shapes: dict[tuple[int, str, int], tuple[tuple[int, ...], np.dtype]]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(part.size for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredGroup:
+    """A group's state in a file.  written: the sums of its parts, once it is on disk."""
+
+    path: Path
+    group: Group
+    written: "Future[tuple[Sums, ...]]"
+
+
+class InFiles:
+    """A file for each group, in the format of checkpoints, in canonical coordinates: STEP/NUMBER.safetensors.
+
+    One thread writes and one reads, so that three groups are in memory: the last, this one and the next.
+
+    directory: this process's own, emptied at each start.
+    groups: all there are.
+    split, join: between `local` and shards, see LocalShards."""
+
+    def __init__(
+        self,
+        directory: Path,
+        groups: Sequence[Group],
+        arrays: StoredArrays,
+        shards: LocalShards,
+        split: Callable[[Group, Any], list[Trees]],
+        join: Callable[[Group, list[Trees]], Any],
+    ):
+        self.directory, self._groups, self._arrays, self._shards = directory, groups, arrays, shards
+        self._split, self._join = split, join
+        self._opened: ExitStack | None = None
+        self._step, self._writes = 0, list[Future]()
+        self._committed: Future[None] | None = None
+        self._ahead: dict[StoredGroup, Future] = {}
+
+    # ---- a file's contents
+
+    @functools.cached_property
+    def layouts(self) -> dict[Group, Layout]:
+        return {group: self._layout(group) for group in self._groups}
+
+    def _layout(self, group: Group) -> Layout:
+        parts, shapes, end = list[Part](), {}, 0
+        for tree, (prefix, dtypes) in enumerate(self._arrays):
+            for path in (".".join(keys) for keys in group.paths if dtypes):
+                dtype = dtypes[path]
+                for number, bounds in enumerate(self._shards.distinct(path, group)):
+                    shapes[tree, path, number] = tuple(sizes_of(bounds)), dtype
+                    for within, canonical in self._shards.canonical_parts(path, group, bounds):
+                        size = math.prod(sizes_of(canonical)) * dtype.itemsize
+                        parts.append(Part(tree, path, number, within, f"{prefix}.{path}", canonical, end, size))
+                        end += size
+        entries = {
+            part_key(part.name, part.bounds): {
+                "dtype": "U8",
+                "shape": [part.size],
+                "data_offsets": [part.start, part.start + part.size],
+            }
+            for part in parts
+        }
+        return Layout(safetensors_header(entries), tuple(parts), shapes)
+
+    # ---- the directory
+
+    def _open(self, log: Callable[[str], None] = lambda line: None) -> None:
+        if self._opened:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(lock_directory(self.directory, log, True, "optim.offload_dir"))
+            stack.callback(self._empty_at_the_end)
+            self._writer = stack.enter_context(ThreadPoolExecutor(1, "offload-write"))
+            self._reader = stack.enter_context(ThreadPoolExecutor(1, "offload-read"))
+            with writing(self.directory):
+                self._remove_abandoned()
+                self._empty()
+            self._require_room()
+            self._opened = stack.pop_all()
+
+    def _remove_abandoned(self) -> None:
+        """Removes what processes of an earlier job left behind that had more of them."""
+        for path in self.directory.parent.glob("process-*"):
+            number, count = parse_count(path.name.removeprefix("process-")), jax.process_count()
+            ours = number is not None and number >= count and number % count == jax.process_index()
+            if ours and not is_locked(path):
+                shutil.rmtree(path)
+
+    def _require_room(self) -> None:
+        """Raises ConfigError if there is no room for two copies of the state of this host's processes."""
+        own = socket.gethostname(), 2 * sum(layout.size for layout in self.layouts.values())
+        needed = sum(size for host, size in allgather_objects("optim.offload_dir", own) if host == own[0])
+        if (free := shutil.disk_usage(self.directory).free) < needed:
+            raise ConfigError(
+                f"optim.offload_dir={self.directory.parent}: two copies of masters and moments take "
+                f"{format_bytes(needed)} there, and {format_bytes(free)} are free. Make room, choose another "
+                "optim.offload_dir, or use optim.offload=host."
+            )
+
+    def _empty(self, but: str = "") -> None:
+        """Removes the files of all steps, or of all but one."""
+        for path in self.directory.iterdir():
+            if path.name.isdecimal() and path.name != but:
+                shutil.rmtree(path)
+            elif path.name == COMMITTED and not but:
+                path.unlink()
+
+    def _empty_at_the_end(self) -> None:
+        with suppress(OSError):  # moved, perhaps
+            self._empty()
+
+    def close(self) -> None:
+        self._ahead.clear()
+        self._committed = None
+        if self._opened:
+            self._opened.close()
+            self._opened = None
+
+    # ---- a step
+
+    def begin(self, step: Any, *, anew: bool = False) -> None:
+        self._open()
+        if anew:
+            self._wait()
+            with writing(self.directory):
+                self._empty()
+        elif self._committed:
+            self._committed.result()
+        self._step, self._writes = int(step), []
+        path = self._path_of(self._step)
+        with writing(path):
+            path.mkdir()
+
+    def _wait(self) -> None:
+        """Waits for the threads, whatever becomes of their work."""
+        self._ahead.clear()
+        for thread in (self._writer, self._reader):
+            thread.submit(lambda: None).result()
+
+    def _path_of(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def put(self, group: Group, local: Any) -> StoredGroup:
+        """Waits for the write of the group before this one."""
+        for write in self._writes[-1:]:
+            write.result()
+        path = self._path_of(self._step) / f"{self._groups.index(group):04d}.safetensors"
+        self._writes.append(self._writer.submit(self._write, path, group, self._split(group, local)))
+        return StoredGroup(path, group, self._writes[-1])
+
+    def _write(self, path: Path, group: Group, shards: list[Trees]) -> tuple[Sums, ...]:
+        layout, sums, leaves = self.layouts[group], list[Sums](), _leaves(shards)
+        with writing(path, layout.size), create(path) as file:
+            file.write(layout.header)
+            for part in layout.parts:
+                x = np.ascontiguousarray(np.asarray(leaves[part.tree, part.path, part.number])[part.within])
+                sums.append(sums_of_part(x, part.bounds, self._shards.canonical_shape(part.path)))
+                file.write(x.reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        return tuple(sums)
+
+    def commit(self) -> None:
+        """In the background: names the step, and removes the files of the one before."""
+        self._committed = self._writer.submit(self._commit, self._step, self._writes)
+
+    def _commit(self, step: int, writes: list[Future]) -> None:
+        for write in writes:
+            write.result()
+        with writing(self.directory / COMMITTED):
+            write_atomically(self.directory / COMMITTED, f"{step}\n")
+            self._empty(but=str(step))
+
+    # ---- reading back
+
+    def read_ahead(self, *states: StoredGroup) -> None:
+        for state in states:
+            if state not in self._ahead:
+                self._ahead[state] = self._reader.submit(self._read, state)
+
+    def fetch(self, state: StoredGroup) -> Any:
+        self.read_ahead(state)
+        return self._join(state.group, self._ahead.pop(state).result())
+
+    def _read(self, state: StoredGroup) -> list[Trees]:
+        """Raises OffloadError if the file has other bits than were written."""
+        written, layout = state.written.result(), self.layouts[state.group]
+        leaves = {key: np.zeros(shape, dtype) for key, (shape, dtype) in layout.shapes.items()}
+        try:
+            with open(state.path, "rb") as file:
+                intact = file.read(len(layout.header)) == layout.header
+                for part, sums in zip(layout.parts, written, strict=True):
+                    x = leaves[part.tree, part.path, part.number]
+                    read = np.empty(sizes_of(part.bounds), x.dtype)
+                    file.readinto(read.reshape(-1).view(np.uint8).data)
+                    intact &= sums_of_part(read, part.bounds, self._shards.canonical_shape(part.path)) == sums
+                    x[part.within] = read
+        except OSError as error:
+            raise OffloadError(self._describe(state, f"cannot be read: {error.strerror}")) from error
+        if not intact:
+            raise OffloadError(self._describe(state, "not the bits that were written"))
+        return self._trees(leaves)
+
+    def _describe(self, state: StoredGroup, what: str) -> str:
+        paths = ", ".join(".".join(keys) for keys in state.group.paths[:3])
+        return (
+            f"{state.path}: {what}: masters and moments of {paths}{', ..' * (len(state.group.paths) > 3)}. Start the "
+            "run again: it resumes from its last checkpoint."
+        )
+
+    def _trees(self, leaves: dict[tuple[int, str, int], np.ndarray]) -> list[Trees]:
+        numbers = range(1 + max(number for _, _, number in leaves))
+        return [
+            tuple(
+                unflatten_dict({p: x for (t, p, n), x in leaves.items() if (t, n) == (tree, number)}, sep=".")
+                for tree in range(len(self._arrays))
+            )
+            for number in numbers
+        ]
+
+
+def _leaves(shards: list[Trees]) -> dict[tuple[int, str, int], Any]:
+    def each() -> Iterator[tuple[tuple[int, str, int], jax.Array]]:
+        for number, trees in enumerate(shards):
+            for tree, leaves in enumerate(trees):
+                for path, x in leaves_by_path(leaves).items():
+                    yield (tree, path, number), x
+
+    return dict(each())

@@ -1,0 +1,153 @@
+"""Files of offloaded state: what they hold, when they are removed, and how a store refuses, or fails."""
+
+import os
+import shutil
+from collections import namedtuple
+from contextlib import closing
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from spmd_lm.errors import ConfigError, Exit, OffloadError, OutputError
+from spmd_lm.parallel import groups
+from spmd_lm.parallel.array_parts import ShardReader
+from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.step import group_store
+from tests.helpers import FLOAT32
+from tests.step.test_offload import MIXED, make_program, on_host, placed, run
+
+PIPELINE = {"pipe": 2, "chunks": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "breadth_first"}
+Usage = namedtuple("Usage", "free")
+
+
+def make(directory, **sections):
+    optim = {"offload": "disk", "offload_dir": str(directory)} | sections.pop("optim", {})
+    return make_program({"model": {"layers": 1}, "precision": FLOAT32, "parallel": {"data": 1}} | sections, **optim)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(program, its canonical state at the start), with groups of one matrix."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "GROUP_ELEMENTS", 1024)
+        p = make(tmp_path_factory.mktemp("offload"))
+        with closing(p):
+            yield p, on_host(p, p.init())
+
+
+@pytest.fixture
+def begun(compiled):
+    """(program, state at the start, directory of its files)."""
+    p, canonical = compiled
+    state = p.from_canonical(placed(p, canonical))
+    wait(p)
+    return p, state, p.offload.store.directory
+
+
+def files(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name != ".lock")
+
+
+def wait(p):
+    p.offload.store._committed.result()
+
+
+def test_the_next_step_s_files_stand_beside_this_one_s_until_all_are_written(begun, monkeypatch):
+    p, state, directory = begun
+    number = len(p.offload.store.layouts)
+    assert number > 2
+
+    def all_of(step):
+        return [f"{step}", *(f"{step}/{group:04d}.safetensors" for group in range(number)), "committed"]
+
+    assert files(directory) == sorted(all_of(0))
+    seen, write = [], group_store.write_atomically
+    monkeypatch.setattr(group_store, "write_atomically", lambda *each: seen.append(files(directory)) or write(*each))
+    run(p, state, range(1))
+    wait(p)
+    assert seen == [sorted({*all_of(0), *all_of(1)})]
+    assert files(directory) == sorted(all_of(1))
+    assert (directory / "committed").read_text() == "1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_files_are_parts_of_a_checkpoint(place, tmp_path, monkeypatch):
+    """In the model's order of layers, without the padding of 61 tokens or of widths."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1024)
+    sections = {"model": {"layers": 8}, "precision": MIXED}
+    for parallel in (PIPELINE, {"data": 4, "model": 2, "zero": 3}, {"data": 3, "zero": 1}):
+        extra = {"train": {"batch": 12, "steps": 10}} if parallel["data"] == 3 else {}
+        p = make(tmp_path, **sections, **extra, parallel=parallel, optim={"offload_update": place})
+        state, _ = run(p, p.init(), range(1))
+        wait(p)
+        expected = leaves_by_path(on_host(p, state))
+        opened = [safe_open(path, "numpy") for path in tmp_path.rglob("*.safetensors")]
+        reader = ShardReader(opened)
+        names = {key.partition("|")[0] for file in opened for key in file.keys()}  # noqa: SIM118
+        offloaded = tuple("." + ".".join(path) for each in p.offload.groups for path in each[0].paths)
+        assert names == {path for path in expected if path.endswith(offloaded)}
+        for name in names:
+            like = jax.ShapeDtypeStruct(expected[name].shape, expected[name].dtype)
+            np.testing.assert_array_equal(reader.read(name, like, tuple(map(slice, like.shape))), expected[name])
+        p.close()
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_changed_file_is_named_with_its_group(harm, begun):
+    p, state, directory = begun
+    path = directory / "0/0002.safetensors"
+    content = bytearray(path.read_bytes())
+    if harm == "flip":
+        content[-5] ^= 1
+    path.write_bytes(content[:-4] if harm == "cut" else content)
+    if harm == "remove":
+        path.unlink()
+    names = ".".join(p.offload.store._groups[2].paths[0])
+    with pytest.raises(OffloadError, match=rf"0002.safetensors: .*: masters and moments of {names}.* Start .* again"):
+        run(p, state, range(1))
+    assert OffloadError.code == Exit.CHECK_FAILED
+
+
+def test_a_full_disk_is_named_and_the_files_of_the_last_step_are_whole(begun, monkeypatch):
+    p, state, directory = begun
+    before = {path: path.read_bytes() for path in directory.rglob("*.safetensors")}
+    create = group_store.create
+
+    def create_on_disk(path):
+        return open("/dev/full", "wb") if path.name == "0001.safetensors" else create(path)
+
+    monkeypatch.setattr(group_store, "create", create_on_disk)
+    with pytest.raises(OutputError, match=r"1/0001.safetensors: cannot be written: No space left .*are needed. Make"):
+        run(p, state, range(1))
+    assert {path: path.read_bytes() for path in before} == before
+    assert (directory / "committed").read_text() == "0\n"
+
+
+def test_a_directory_is_refused_before_a_step(begun, tmp_path, monkeypatch):
+    def begin(directory):
+        make(directory).offload.store.begin(0, anew=True)
+
+    _, _, taken = begun
+    with pytest.raises(ConfigError, match=rf"optim.offload_dir=\S+: process {os.getpid()} .* is writing there"):
+        begin(taken.parent)
+    (tmp_path / "file").touch()
+    for directory, why in (("/proc/offload", "cannot be written"), (tmp_path / "file/in", "is no directory")):
+        with pytest.raises(ConfigError, match=rf"optim.offload_dir=.*{why}"):
+            begin(directory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1000))
+    with pytest.raises(ConfigError, match=r"two copies of masters and moments take .* 1000 B are free. Make room"):
+        begin(tmp_path)
+
+
+def test_what_an_earlier_job_left_is_removed(tmp_path):
+    old = [tmp_path / name for name in ("process-0/7/0000.safetensors", "process-3/7/0000.safetensors")]
+    for path in old:
+        path.parent.mkdir(parents=True)
+        path.write_text("old")
+    with closing(make(tmp_path)) as p:
+        p.offload.store.begin(0, anew=True)
+        assert files(tmp_path) == ["process-0", "process-0/0"]
+    assert files(tmp_path) == ["process-0"]
