@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from spmd_lm.checkpoints.parts import parts_of
 from spmd_lm.parallel.array_parts import ShardReader, bounds_of, part_key
+from spmd_lm.parallel.host_memory import PINNED
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
 Fields = dict[str, Tree]  # of a state
@@ -43,7 +44,11 @@ class OrbaxStorage:
     shared = True
 
     def save(self, path: Path, fields: Fields) -> Response:
-        return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
+        context = ocp.Context()
+        if any(leaf.sharding.memory_kind == PINNED for leaf in jax.tree.leaves(fields)):
+            context.array.saving.use_replica_parallel = False  # it would slice them with a program of the devices
+        with context:
+            return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
 
     def load(self, path: Path, abstract_fields: Fields) -> Fields:
         """Reads in each process independently, so that one that fails does not block the others.  Empty nested dicts

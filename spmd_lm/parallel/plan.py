@@ -46,18 +46,19 @@ from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activa
 from spmd_lm.parallel.trees import Tree, exclude, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
 
+_Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 def remembered(
-    method: Callable[Concatenate["Plan", _Arguments], _Result],
+    method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> functools.cached_property[Callable[_Arguments, _Result]]:
-    """Caches a method's results on each plan: planners ask for the same ones thousands of times."""
+    """Caches a method's results on each object, such as a plan: planners ask for the same ones thousands of times."""
 
-    def remembering(plan: "Plan") -> Callable[_Arguments, _Result]:
-        return cast(Callable[_Arguments, _Result], functools.cache(functools.partial(method, plan)))
+    def remembering(self: _Self) -> Callable[_Arguments, _Result]:
+        return cast(Callable[_Arguments, _Result], functools.cache(functools.partial(method, self)))
 
     remembering.__doc__ = method.__doc__
     return functools.cached_property(remembering)

@@ -7,6 +7,7 @@ and sends weights back (ZeRO-Offload, arXiv:2101.06840)."""
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.groups import Group, groups_of, offloaded, weight_dtype
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
-from spmd_lm.parallel.plan import Plan, interleave
+from spmd_lm.parallel.plan import Plan, interleave, remembered
 from spmd_lm.parallel.trees import Tree, cast_like, leaves_by_path, merge, subset_of
 from spmd_lm.step.group_store import InFiles, InMemory, Store, StoredArrays
 from spmd_lm.step.local_shards import LocalShards, Trees, copied
@@ -98,31 +100,42 @@ class Offload:
         masters, *moments = trees
         weights = jax.tree.map(lambda x: x.astype(self.dtype), masters)
         kept = (masters if self.place.keeps_masters else {}, *moments)
-        locals_ = (self.place.put(group, self._layers(kept, group)) for group in groups)
-        return weights, tuple(self.store.put(*each) for each in zip(groups, locals_, strict=True))
+        states = []
+        for group in groups:
+            local = self.place.put(group, self._layers(kept, group))
+            states.append(jax.block_until_ready(self.store.put(group, local)))
+        return weights, tuple(states)
 
-    def whole(self, weights: Tree, groups: tuple[Group, ...], states: tuple) -> Trees:
-        """The inverse of `hold`: masters and moments of whole parameters, on devices."""
-        each = zip(groups, states, strict=True)
-        parts = [self.place.fetch(group, self.store.fetch(state)) for group, state in each]
-        masters, *moments = parts[0] if len(parts) == 1 else self._joined(parts)
-        return masters or weights, *moments
+    def whole(self, number: int, weights: Tree, groups: tuple[Group, ...], states: tuple) -> Tree:
+        """Masters, or the moments of this number, of whole parameters, on devices; see `hold`."""
+        if number == 0 and not self.place.keeps_masters:
+            return weights
+        parts = []
+        for group, state in zip(groups, states, strict=True):
+            trees = self.place.fetch(group, self.store.fetch(state))
+            parts.append(jax.block_until_ready(trees[number]))  # so that the rest of the group is gone before the next
+        return parts[0] if len(parts) == 1 else jax.tree.map(self._concatenated, *parts)
 
     def _layers(self, trees: Trees, group: Group) -> Trees:
         if group.layers is None:
             return trees
-        specs = jax.tree.map(lambda x: x.sharding.spec, trees)
-        body = functools.partial(take_layers, layers=group.layers)
-        return jax.jit(self.plan.partition(body, (specs,), specs), out_shardings=self.plan.sharding(specs))(trees)
+        start, number = group.layers
+        return jax.tree.map(lambda x: self._take_layers(_spec(x), number)(x, jnp.int32(start)), trees)
 
-    def _joined(self, parts: list[Trees]) -> Trees:
-        specs = jax.tree.map(lambda x: x.sharding.spec, parts[0])
+    def _concatenated(self, *parts: jax.Array) -> jax.Array:
+        """The layers of each device's own parts of a stack, one part after the other."""
+        return self._concatenate(_spec(parts[0]), len(parts))(*parts)
 
-        def join(*parts: Trees) -> Trees:
-            return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+    @remembered
+    def _take_layers(self, spec: P, number: int) -> Callable[..., jax.Array]:
+        return self._jitted(lambda x, start: take_layers(x, (start, number)), (spec, P()), spec)
 
-        body = self.plan.partition(join, (specs,) * len(parts), specs)
-        return jax.jit(body, out_shardings=self.plan.sharding(specs))(*parts)
+    @remembered
+    def _concatenate(self, spec: P, parts: int) -> Callable[..., jax.Array]:
+        return self._jitted(lambda *parts: jnp.concatenate(parts), (spec,) * parts, spec)
+
+    def _jitted(self, body: Callable[..., jax.Array], in_specs: tuple[P, ...], spec: P) -> Callable[..., jax.Array]:
+        return jax.jit(self.plan.partition(body, in_specs, spec), out_shardings=self.plan.sharding(spec))
 
     def update(self, state: TrainState, pending: PendingUpdate) -> TrainState:
         """The state after the update that the step left.  `state` is donated.
@@ -153,6 +166,11 @@ def offload_directory(config: RunConfig) -> Path:
     """optim.offload_dir, or its default."""
     given = config.optim.offload_dir
     return Path(given).expanduser().absolute() if given else config.run.directory.absolute() / "offload"
+
+
+def _spec(x: jax.Array) -> P:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding.spec
 
 
 def take_layers(tree: Tree, layers: tuple[Any, int]) -> Tree:

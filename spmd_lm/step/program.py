@@ -187,13 +187,20 @@ class Program:
         Offloaded leaves are in pinned host memory."""
         if self.offload is None:
             return self._canonical(state)
-        offloaded = self.offload.tree
-        canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offloaded)))
-        for groups, tree, states in zip(self.offload.groups, self.offload.trees(), state.offloaded, strict=True):
-            trees = self.offload.whole(subset_of(state.params, tree), groups, states)
-            part = self._canonical(with_trees(state.on_device, self.plan.names, trees))
-            canonical = canonical.merge(part.map_params(functools.partial(moved, memory=PINNED)))
-        return canonical
+        offload, names = self.offload, self.plan.names
+        canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offload.tree)))
+        trees = [*trees_of(canonical, names)]
+
+        def on_host(tree: Tree) -> Tree:
+            """Alone on the devices: masters or moments of a stack may be most of what they have left."""
+            like = self._abstract(subset_of(self.plan.shapes, tree), self.plan.canonical_specs).params
+            return jax.block_until_ready(moved(_fit(self._reorder(tree, self.plan.to_model_order), like), PINNED))
+
+        for groups, tree, states in zip(offload.groups, offload.trees(), state.offloaded, strict=True):
+            weights = subset_of(state.params, tree)
+            for number, others in enumerate(trees):
+                trees[number] = merge(others, on_host(offload.whole(number, weights, groups, states)))
+        return with_trees(canonical, names, trees)
 
     def _canonical(self, part: TrainState) -> TrainState:
         """`canonical` of a part of the state on devices."""

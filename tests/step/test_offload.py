@@ -6,15 +6,18 @@ differently: there the runs are in float64, and equal to its rounding."""
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import replica_slices
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
 from spmd_lm.cost_model import memory
 from spmd_lm.errors import ConfigError, ReplicaError
 from spmd_lm.parallel import groups
-from spmd_lm.parallel.host_memory import PINNED
+from spmd_lm.parallel.host_memory import PINNED, moved
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.resolve import abstract_plan
+from spmd_lm.step import offload as offload_module
+from spmd_lm.step import program as program_module
 from spmd_lm.step.offload import HostUpdate
 from spmd_lm.step.program import Program
 from spmd_lm.training.replicas import ReplicaCheck
@@ -227,6 +230,35 @@ def test_devices_hold_weights_in_the_compute_dtype_and_state_of_vectors_alone():
     assert len(a_group) == 3 and all(leaf.dtype != "bfloat16" for leaf in jax.tree.leaves(a_group))
 
 
+def test_a_save_holds_masters_or_moments_of_one_stack_at_a_time(monkeypatch):
+    """Beside parts of it, and the groups that are fetched; and it compiles nothing the second time."""
+    wide = {"model": {"layers": 8, "width": 64, "heads": 4, "dropout": 0.0}, "train": {"batch": 1}}
+    p = make_program({"precision": MIXED, "parallel": parallel()} | wide, offload="host")
+    state, held = p.init(), []
+
+    def on_devices() -> int:
+        arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind != PINNED]
+        return sum(x.nbytes for x in arrays)
+
+    def watched(tree, memory):
+        result = moved(tree, memory)
+        held.append(on_devices())
+        return result
+
+    for module in (program_module, offload_module):
+        monkeypatch.setattr(module, "moved", watched)
+    before = on_devices()
+    p.canonical(state)
+    largest = max(each.elements for each in groups.offloaded(p.plan))
+    a_group = max(group.elements for made in p.offload.groups for group in made)
+    masters = 4 if SAME_BITS else 8  # bytes
+    assert max(held) - before <= masters * (2 * largest + 3 * a_group)
+    compiled = p.offload._take_layers.cache_info(), p.offload._concatenate.cache_info()
+    p.canonical(state)
+    again = p.offload._take_layers.cache_info(), p.offload._concatenate.cache_info()
+    assert [each.misses for each in again] == [each.misses for each in compiled]
+
+
 def test_a_host_keeps_one_copy_of_what_its_devices_share():
     p = make_program({"precision": MIXED, "parallel": parallel(data=8)}, offload="host", offload_update="host")
     assert isinstance(p.offload.place, HostUpdate)
@@ -268,3 +300,22 @@ def test_nothing_to_offload_is_an_error():
     )
     with pytest.raises(ConfigError, match=r"optim\.offload=host: no matrix is trained, and vectors stay"):
         abstract_plan(config, 1, "cpu", "")
+
+
+@slow
+def test_orbax_computes_nothing_with_arrays_on_the_host(tmp_path, monkeypatch):
+    """It would slice arrays of which devices have copies, so that each writes a part, if the last dimension is one of
+    its sizes."""
+    sizes = {"model": {"width": 128, "heads": 4}, "parallel": parallel(data=2)}
+    p = make_program({"precision": MIXED} | sizes, offload="host")
+    data, sliced = replica_slices.ReplicaSlice.data, []
+
+    def watched(self):
+        sliced.append(self.slice_args is not None and self.unsliced_data.sharding.memory_kind == PINNED)
+        return data(self)
+
+    monkeypatch.setattr(replica_slices.ReplicaSlice, "data", watched)
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(0, p.canonical(p.init()), make_meta({}, 0, ""))
+    checkpoints.close()
+    assert sliced and not any(sliced)
