@@ -102,6 +102,7 @@ def abstract_plan(
         sequence=p.sequence,
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,
+        quantize_gather=p.quantize_gather == "int8",
         prefetch=prefetched,
         prefetch_chunks=ahead and breadth_first,
         collective_matmul=collective_matmul,

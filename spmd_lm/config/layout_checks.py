@@ -126,6 +126,17 @@ def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat
             yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
 
 
+def quantized_gathers_are_of_zero_3(parallel: Parallel) -> Problems:
+    if parallel.quantize_gather == "none":
+        return
+    chosen, off = f"{parallel.quantize_gather=!s} with", "parallel.quantize_gather=none"
+    if parallel.zero < 3:
+        yield use(f"{chosen} {parallel.zero=}: only ZeRO-3 gathers layer by layer", "parallel.zero=3", off)
+    if parallel.partitioner == "types":
+        reason = "XLA inserts the gathers, and sends weights as they are"
+        yield use(f"{chosen} {parallel.partitioner=!s}: {reason}", "parallel.partitioner=auto", off)
+
+
 def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Problems:
     if adapter.kind != "none" and parallel.partitioner == "types":
         reason = "types would sum a low-rank product's addends before the matrix's own are added"
@@ -253,6 +264,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
+    quantized_gathers_are_of_zero_3,
     adapters_are_manual,
     prefetch_has_layers_to_gather,
     products_have_parts,

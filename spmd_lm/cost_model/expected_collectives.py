@@ -369,7 +369,8 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
     by_dtype = dict[str, dict[tuple[str, ...], int]]()
     for each in matrices:
-        by_dtype.setdefault(each.dtype if each.coded else precision.compute, {})[each.path] = each.gathered_elements
+        for dtype, elements in plan.gathered_arrays(each, precision.compute).items():
+            by_dtype.setdefault(dtype, {})[each.path] = elements
     kinds = [(ALL_GATHER, "weights", dtype, sizes, _weight_gathers(step)) for dtype, sizes in by_dtype.items()]
     kinds.append((REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)))
     for axis in dict.fromkeys(axis for each in shares.values() for axis in each):

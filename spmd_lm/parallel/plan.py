@@ -39,6 +39,7 @@ from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
 from spmd_lm.ops.compiler_workarounds import padded_columns
 from spmd_lm.parallel import zero
+from spmd_lm.parallel.codecs import SCALE, blocks_in
 from spmd_lm.parallel.freeze import frozen_mask
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
@@ -98,6 +99,7 @@ class Plan:
       with n layers per chunk.
     partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
     run_idle_stages: whether idle pipeline stages compute too, and discard the result.
+    quantize_gather: whether weights of matrices are gathered as int8 codes.
     prefetch: keys of a layer's modules, or a period's layers, whose weights ZeRO gathers while the one before it runs.
     prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one before it runs.
     collective_matmul: keys of the branches of a layer whose linears overlap with their collectives.
@@ -117,6 +119,7 @@ class Plan:
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
+    quantize_gather: bool = False
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
     collective_matmul: tuple[str, ...] = ()
@@ -432,7 +435,12 @@ class Plan:
         # Lays out stacks that loops read: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
         gather = functools.partial(
-            zero.gather, names=names, zero_axes=self.zero_axes, sizes=self._zero_sizes, row_major_stacks=stacks
+            zero.gather,
+            names=names,
+            zero_axes=self.zero_axes,
+            sizes=self._zero_sizes,
+            quantize=self.quantize_gather,
+            row_major_stacks=stacks,
         )
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
@@ -456,6 +464,17 @@ class Plan:
         if self.platform != "tpu" or not diverge:
             return shape
         return *shape[:-1], padded_columns(shape, [self.sizes[axis] for axis in self.zero_axes(names)])
+
+    def gathered_arrays(self, parameter: Parameter, compute: str) -> dict[str, int]:
+        """Elements, by dtype, of what a device has received when this matrix is gathered.  compute: the compute
+        dtype."""
+        dtype = parameter.dtype if parameter.coded else compute
+        if not self.quantize_gather or parameter.coded:
+            return {dtype: parameter.gathered_elements}
+        dim = zero.block_dim(parameter.sharded_names)
+        row = parameter.shape[dim] // self._shards[parameter.names[dim]]
+        scales = parameter.gathered_elements // row * blocks_in(row)
+        return {"int8": parameter.gathered_elements, str(jnp.dtype(SCALE)): scales}
 
     def scattered_elements(self, parameter: Parameter) -> int:
         """Elements of this matrix's gradient that a device puts into the scatter, padding included."""

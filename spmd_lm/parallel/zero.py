@@ -16,8 +16,9 @@ from jax import Array, lax
 from spmd_lm.axes import ZERO_DIMS, ZERO_WIDTH, DimNames, is_dim_names
 from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.ops.compiler_workarounds import as_row_major, run_again
+from spmd_lm.parallel import codecs
 from spmd_lm.parallel.compiler_workarounds import after, map_over_layers, scattered_before
-from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
+from spmd_lm.parallel.trees import Tree, drop_residuals, is_coded, merge, subset_of
 
 Frequency = Literal["never", "step", "chunk", "layer"]
 ZeroAxes = Callable[[DimNames], tuple[str, ...]]
@@ -78,29 +79,52 @@ def zero_dim(names: DimNames) -> int | None:
     return next((dim for dim, name in enumerate(names) if name in GATHERED), None)
 
 
+def block_dim(names: DimNames) -> int:
+    """The dimension along which a matrix of these sharded names is quantized: the last one that ZeRO does not shard."""
+    return max(dim for dim in range(len(names)) if dim != zero_dim(names))
+
+
 @jax.named_scope("weights")
 def gather(
-    tree: Tree, names: Tree, zero_axes: ZeroAxes, sizes: Mapping[str, int], *, row_major_stacks: bool = False
+    tree: Tree,
+    names: Tree,
+    zero_axes: ZeroAxes,
+    sizes: Mapping[str, int],
+    *,
+    quantize: bool = False,
+    row_major_stacks: bool = False,
 ) -> Tree:
     """All-gathers shards over one axis after the other, innermost first.  names: the sharded dimension names of each
     leaf.  sizes: the sharded dimensions' unpadded sizes; {} where nothing is padded.
+
+    quantize: sends int8 codes and their scales, but for arrays of matrices that are quantized already.  Every device
+    decodes the same ones, those of its own shard too.
 
     row_major_stacks: lays stacks of layers out as loops read them.  A GPU gathers with the sharded dimension outermost
     and copies the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the
     loop."""
 
-    def gather_leaf(names: DimNames, x: Array) -> Array:
+    def all_gather(x: Array, axes: tuple[str, ...], at: int) -> Array:
+        for axis in reversed(axes):
+            x = lax.all_gather(x, axis, axis=at, tiled=True)
+        return x
+
+    def gather_leaf(path: tuple, names: DimNames, x: Array) -> Array:
         dim = zero_dim(names)
         if dim is None:
             return x
         at = 0 if dim == x.ndim - 1 else dim  # never the minor dimension in memory
         x = jnp.moveaxis(x, dim, at)
-        for axis in reversed(zero_axes(names)):
-            x = lax.all_gather(x, axis, axis=at, tiled=True)
+        axes = zero_axes(names)
+        if quantize and axes and not is_coded(path):
+            coded = codecs.encode(x)
+            x = codecs.decode(codecs.Coded(*(all_gather(each, axes, at) for each in coded)), x.dtype)
+        else:
+            x = all_gather(x, axes, at)
         x = jnp.moveaxis(lax.slice_in_dim(x, 0, sizes.get(str(names[dim])), axis=at), at, dim)
         return as_row_major(x) if row_major_stacks and names[0] == "layers" else x
 
-    return jax.tree.map(gather_leaf, names, tree, is_leaf=is_dim_names)
+    return jax.tree_util.tree_map_with_path(gather_leaf, names, tree, is_leaf=is_dim_names)
 
 
 @jax.named_scope("gradients")

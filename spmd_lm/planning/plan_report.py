@@ -54,6 +54,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "zero": plan.zero.stage,
         "sequence": plan.sequence,
         "reduce_once": config.parallel.reduce_once,
+        "quantize_gather": plan.quantize_gather,
         "prefetch": list(plan.prefetch),
         "prefetch_chunks": plan.prefetch_chunks,
         "collective_matmul": list(plan.collective_matmul),
@@ -225,6 +226,7 @@ def summary(description: dict[str, Any]) -> str:
     options = [f"ZeRO-{d['zero']}"]
     options += ["sequence parallelism"] if d["sequence"] else []
     options += ["gradients reduced once"] if d["reduce_once"] else []
+    options += ["weights gathered in int8"] if d["quantize_gather"] else []
     options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []

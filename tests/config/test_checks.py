@@ -109,6 +109,17 @@ def problems(*overrides: str) -> list[str]:
             "model.rope_theta=10000.0",
         ),
         (
+            "parallel.quantize_gather=int8 parallel.zero=2",
+            "parallel.quantize_gather=int8 with parallel.zero=2: only ZeRO-3 gathers layer by layer",
+            "parallel.zero=3, or parallel.quantize_gather=none",
+        ),
+        (
+            "parallel.quantize_gather=int8 parallel.zero=3 parallel.partitioner=types",
+            "parallel.quantize_gather=int8 with parallel.partitioner=types: XLA inserts the gathers, and sends weights "
+            "as they are",
+            "parallel.partitioner=auto, or parallel.quantize_gather=none",
+        ),
+        (
             "parallel.prefetch=on",
             "parallel.prefetch=on with parallel.zero=0: only ZeRO-3 gathers layer by layer",
             "parallel.zero=3, or parallel.prefetch=auto",

@@ -1,0 +1,130 @@
+"""ZeRO++ (arXiv:2306.10209): weights and gradients in few bits, and gathers within a host."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.parallel.codecs import decode, encode
+from spmd_lm.planning.audit import audit, render
+from spmd_lm.training.replicas import ReplicaCheck
+from tests.helpers import FLOAT32, assert_equal, assert_states_close, device_batch, make_config, program, trained
+
+pytestmark = pytest.mark.usefixtures("x64")
+slow = pytest.mark.slow
+MODEL = {"layers": 4, "width": 24, "dropout": 0.2}  # no power of two: 8 shards of 3 rows, and odd numbers of codes
+LAYOUTS = {
+    "data": {"data": 8},
+    "padded": {"data": 5},
+    "hybrid": {"replica": 2, "data": 2},
+    "microbatches": {"data": 4, "microbatches": 2},
+    "prefetch": {"data": 4, "prefetch": "on"},
+    "once": {"data": 4, "reduce_once": True},
+    "1f1b": {"data": 2, "pipe": 2, "microbatches": 2},
+    "breadth-first": {"data": 2, "pipe": 2, "microbatches": 4, "schedule": "breadth_first", "chunks": 2},
+    "breadth-first, ahead": {"data": 2, "pipe": 2, "microbatches": 4, "schedule": "breadth_first", "chunks": 2}
+    | {"prefetch": "on"},
+}
+TENSOR = {
+    "tensor": {"data": 4, "model": 2},
+    "sequence": {"data": 2, "model": 2, "sequence": True, "replica": 2},
+    "1f1b": {"data": 2, "pipe": 2, "model": 2, "microbatches": 2, "sequence": True},
+}
+
+
+def run(parallel: dict, **sections: dict) -> RunConfig:
+    """A run under ZeRO-3.  A batch of 40 has a row for each of 5 and 8 devices and 4 microbatches of 2."""
+    model = MODEL | sections.pop("model", {})
+    return make_config(model=model, parallel={"zero": 3} | parallel, train={"batch": 40}, **sections)
+
+
+def int8(parallel: dict, **sections: dict) -> RunConfig:
+    return run({"quantize_gather": "int8"} | parallel, **sections)
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in ("padded", "1f1b") else pytest.param(each, marks=slow) for each in LAYOUTS]
+)
+def test_layouts_whose_devices_hold_whole_rows_round_weights_alike(name):
+    got, want = trained(int8(LAYOUTS[name])), trained(int8({"data": 2}))
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+
+
+@slow
+@pytest.mark.parametrize("name", TENSOR)
+def test_layouts_of_the_same_columns_round_weights_alike(name):
+    """`model` divides columns, and so blocks."""
+    got, want = trained(int8(TENSOR[name])), trained(int8({"data": 2, "model": 2}))
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+
+
+ADAPTERS = {
+    "frozen": {"optim": {"freeze": "embedding.* blocks.0.* *.query"}},
+    "int8 base": {"adapter": {"kind": "lora", "base": "int8"}},
+    "nf4 base": {"adapter": {"kind": "lora", "base": "nf4"}, "model": {"width": 64, "mlp_width": 128}},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_frozen_matrices_are_rounded_and_coded_ones_sent_as_they_are(name):
+    configs = [int8({"data": degree}, **ADAPTERS[name]) for degree in (2, 4)]
+    got, want = map(trained, configs)
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+    plan = program(configs[0]).plan
+    for each in plan.parameters:
+        if plan.zero_axes(each.sharded_names):
+            dtypes = plan.gathered_arrays(each, "float64").keys()
+            assert dtypes == ({each.dtype} if each.coded else {"int8", "bfloat16"})
+    sent = audit(configs[1], topology.parse_topology("cpu:4"))
+    assert sent["missing_bytes"] + sent["excess_bytes"] <= 2048, render(sent)
+
+
+def test_weights_are_rounded_and_only_as_much():
+    rounded, exact = trained(int8(LAYOUTS["padded"])), trained(run({"data": 2}))
+    difference = np.abs(rounded.losses / exact.losses - 1)
+    assert (difference > 1e-9).all() and (difference < 1e-3).all()
+
+
+def test_the_first_step_reads_decoded_weights_and_their_exact_gradients_move_the_exact_ones():
+    """One step from weights that codes hold exactly is the exact step."""
+    p, exact = program(int8({"data": 4})), program(run({"data": 4}))
+    state, batch = p.init(), device_batch(p, 0)
+
+    def rounded(x, names):
+        matrix = "zero_width" in names
+        if not matrix:
+            return x
+        dim = names.index("zero_width")
+        return jnp.moveaxis(decode(encode(jnp.moveaxis(x, dim, 0)), x.dtype), 0, dim)
+
+    params = jax.tree.map(rounded, jax.tree.map(np.asarray, state.params), p.plan.sharded_names)
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, state.params)
+    states = [dataclasses.replace(each.init(), params=jax.tree.map(jnp.copy, params)) for each in (p, exact)]
+    (got, figures), (want, expected) = (each.step(state, batch) for each, state in zip((p, exact), states, strict=True))
+    assert float(figures["loss"]) == float(expected["loss"]) and figures["grad_norm"] == expected["grad_norm"]
+    assert_equal(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want))
+    ReplicaCheck(p).check(got, 1)
+
+
+AUDITED = {
+    "flat": {"data": 8},
+    "tensor": {"replica": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2, "prefetch": "on"},
+    "1f1b": {"data": 2, "pipe": 2, "model": 2, "microbatches": 2},
+    "breadth-first": LAYOUTS["breadth-first, ahead"] | {"model": 2},
+}
+
+
+@pytest.mark.parametrize("name", [each if each == "flat" else pytest.param(each, marks=slow) for each in AUDITED])
+def test_codes_and_scales_are_sent_and_nothing_else(name):
+    """Scales are bfloat16, which a CPU sends in float32."""
+    result = audit(int8(AUDITED[name], precision=FLOAT32), topology.parse_topology("cpu:8"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+    dtypes = {row["dtype"] for row in result["collectives"] if row["part"] == "weights"}
+    assert dtypes == {"s8", "f32"}
