@@ -137,6 +137,22 @@ def quantized_gathers_are_of_zero_3(parallel: Parallel) -> Problems:
         yield use(f"{chosen} {parallel.partitioner=!s}: {reason}", "parallel.partitioner=auto", off)
 
 
+def secondary_copies_are_gathered_again(model: Model, parallel: Parallel) -> Problems:
+    if parallel.secondary == "none":
+        return
+    chosen, off = f"{parallel.secondary=!s} with", "parallel.secondary=none"
+    if parallel.zero < 3:
+        yield use(f"{chosen} {parallel.zero=}: only ZeRO-3 gathers layers more than once", "parallel.zero=3", off)
+    if parallel.reduce_once:
+        reason = "layers are gathered once per step in any case"
+        yield use(f"{chosen} parallel.reduce_once=true: {reason}", "parallel.reduce_once=false", off)
+    if model.unique_layers == 1:
+        layers = "model.share_layers=true" if model.share_layers else f"{model.layers=}"
+        yield use(f"{chosen} {layers}: a single layer is gathered once per step", off)
+    if parallel.partitioner == "types":
+        yield use(f"{chosen} {parallel.partitioner=!s}: XLA inserts the gathers", "parallel.partitioner=auto", off)
+
+
 def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Problems:
     if adapter.kind != "none" and parallel.partitioner == "types":
         reason = "types would sum a low-rank product's addends before the matrix's own are added"
@@ -265,6 +281,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     stages_divide_layers,
     pipelines_are_manual,
     quantized_gathers_are_of_zero_3,
+    secondary_copies_are_gathered_again,
     adapters_are_manual,
     prefetch_has_layers_to_gather,
     products_have_parts,

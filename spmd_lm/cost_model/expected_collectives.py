@@ -371,9 +371,11 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     for each in matrices:
         for dtype, elements in plan.gathered_arrays(each, precision.compute).items():
             by_dtype.setdefault(dtype, {})[each.path] = elements
-    kinds = [(ALL_GATHER, "weights", dtype, sizes, _weight_gathers(step)) for dtype, sizes in by_dtype.items()]
-    kinds.append((REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)))
     for axis in dict.fromkeys(axis for each in shares.values() for axis in each):
+        gathers = _Transfers("P, once", step.layers, per_stack=1)
+        gathers = gathers if axis == plan.ring_of_hosts else _weight_gathers(step)
+        kinds = [(ALL_GATHER, "weights", dtype, sizes, gathers) for dtype, sizes in by_dtype.items()]
+        kinds.append((REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)))
         for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0
             for path, elements in sizes.items():

@@ -183,6 +183,8 @@ class _Step:
             return
         self.resident = 0 if self.compiler.casts_layers else plan.bytes_per_device(p.compute, "blocks")
         self.resident *= p.compute != p.params
+        if plan.rings and plan.secondary:  # in place of what is cast
+            self.resident = self._copies("blocks") // plan.rings.within
         if plan.zero.gather_per == "layer":
             self.in_use = period * (layer + ahead / self.layers_of_stage)
         else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read

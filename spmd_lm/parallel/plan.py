@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
 from spmd_lm.axes import (
+    DATA,
     MODEL,
     PIPE,
     SHARDED_DIM,
@@ -41,11 +42,11 @@ from spmd_lm.ops.compiler_workarounds import padded_columns
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.codecs import SCALE, blocks_in
 from spmd_lm.parallel.freeze import frozen_mask
-from spmd_lm.parallel.mesh import Layout
+from spmd_lm.parallel.mesh import Layout, Rings
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
-from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activation_rules
+from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activation_rules, within_hosts_first
 from spmd_lm.parallel.trees import Tree, exclude, subset_of
-from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.parallel.zero import ZeroAxes, ZeroPolicy
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -99,6 +100,8 @@ class Plan:
       with n layers per chunk.
     partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
     run_idle_stages: whether idle pipeline stages compute too, and discard the result.
+    host_rings: whether `data` is two axes, data0 across hosts and data1 within one.
+    secondary: whether layers are gathered across hosts once per step, and then within a host alone.
     quantize_gather: whether weights of matrices are gathered as int8 codes.
     prefetch: keys of a layer's modules, or a period's layers, whose weights ZeRO gathers while the one before it runs.
     prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one before it runs.
@@ -119,6 +122,8 @@ class Plan:
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
+    host_rings: bool = False
+    secondary: bool = False
     quantize_gather: bool = False
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
@@ -169,7 +174,8 @@ class Plan:
 
     @functools.cached_property
     def param_rules(self) -> Rules:
-        return PARAMETERS.with_own(self.own_rules).replicating(self.replicated).on_mesh(self.mesh.axis_names)
+        rules = PARAMETERS.with_own(self.own_rules).replicating(self.replicated).on_mesh(self.mesh.axis_names)
+        return within_hosts_first(rules) if self.host_rings else rules
 
     @remembered
     def active_axes(self, *names: str) -> tuple[str, ...]:
@@ -430,6 +436,17 @@ class Plan:
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
         """All-gathers parameters over ZeRO's axes."""
+        return self._gather(tree, names, self.zero_axes)
+
+    def gather_on_use(self, tree: Tree, names: Tree) -> Tree:
+        """All-gathers layers' weights, or, within a host, their secondary copy."""
+        return self._gather(tree, names, self._axes_on_use)
+
+    def gather_secondary(self, tree: Tree, names: Tree) -> Tree:
+        """All-gathers parameters across hosts: the shards of a host's devices are then all of them."""
+        return zero.gather(tree, names, self._axes_across_hosts, {}, quantize=self.quantize_gather)
+
+    def _gather(self, tree: Tree, names: Tree, zero_axes: ZeroAxes) -> Tree:
         names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         # Lays out stacks that loops read: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
@@ -437,7 +454,7 @@ class Plan:
         gather = functools.partial(
             zero.gather,
             names=names,
-            zero_axes=self.zero_axes,
+            zero_axes=zero_axes,
             sizes=self._zero_sizes,
             quantize=self.quantize_gather,
             row_major_stacks=stacks,
@@ -522,8 +539,27 @@ class Plan:
 
     @remembered
     def zero_axes(self, names: DimNames) -> tuple[str, ...]:
-        """The mesh axes of more than one device over which ZeRO shards a parameter of these sharded names."""
-        return self.param_axes(tuple(name for name in names if name in ZERO))
+        """The mesh axes of more than one device over which ZeRO shards a parameter of these sharded names, outermost
+        first."""
+        axes = [axis for name in names if name in ZERO for axis in self.param_rules.axes(name)]
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+    @property
+    def rings(self) -> Rings | None:
+        """The rings into which `data` is split at the border of hosts, or None."""
+        axes = mesh_axes_of(DATA, self.sizes)
+        return Rings(*(self.sizes[axis] for axis in axes)) if self.host_rings else None
+
+    @functools.cached_property
+    def ring_of_hosts(self) -> str | None:
+        """The mesh axis over which a step gathers layers once: that across hosts, if there is a secondary copy."""
+        return mesh_axes_of(DATA, self.mesh.axis_names)[0] if self.secondary else None
+
+    def _axes_across_hosts(self, names: DimNames) -> tuple[str, ...]:
+        return tuple(axis for axis in self.zero_axes(names) if axis == self.ring_of_hosts)
+
+    def _axes_on_use(self, names: DimNames) -> tuple[str, ...]:
+        return tuple(axis for axis in self.zero_axes(names) if axis != self.ring_of_hosts)
 
     @remembered
     def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:

@@ -70,7 +70,8 @@ def _unstacked(fns: ModelFns, plan: Plan, weights: SplitParams) -> SplitParams:
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
     """grad_argument: the differentiated argument, without frozen weights: the gathered weights; or, where backward
-    scatters, the `grad_dummies` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).
+    scatters, the `grad_dummies` of with_gathered_weights.
+    shards: parameters between steps (ZeRO-0: as `gathered`); of layers their secondary copy, if there is one.
     gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  scatters_in_backward:
     ZeroPolicy's."""
 
@@ -105,7 +106,10 @@ class ShardedModel:
         in_backward = plan.zero.scatters_in_backward
         gathered = gathered if blocks is None else _unstacked(fns, plan, gathered)
         grad_argument = split_params(grad_dummies) if in_backward else trained(gathered)
-        return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
+        shards = split_params(params)
+        if plan.secondary:
+            shards = shards._replace(blocks=plan.gather_secondary(compute_params.blocks, names.blocks))
+        return cls(fns, plan, *dtypes, grad_argument, shards, gathered, in_backward)
 
     def with_grad_argument(self, grad_argument: SplitParams) -> Self:
         return dataclasses.replace(self, grad_argument=grad_argument)
@@ -200,8 +204,8 @@ class ShardedModel:
         return jax.tree.map(lambda names: names[1:], self.sharded_names.blocks, is_leaf=is_dim_names)
 
     def gather(self, shards: Tree, names: Tree) -> Tree:
-        """Gathered weights, in the compute dtype."""
-        return self.plan.gather(cast(shards, self.compute_dtype), names)
+        """Gathered weights of layers, in the compute dtype."""
+        return self.plan.gather_on_use(cast(shards, self.compute_dtype), names)
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Plan.scatter in the reduce dtype."""

@@ -34,7 +34,7 @@ from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 
 def plan_on(config: RunConfig, topology: Topology) -> Plan:
     """The plan of a run on hardware that may be absent.  Raises LayoutError if there is none."""
-    plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+    plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind, host=topology.host)
     within = devices_within_domain(plan.mesh, plan.active_axes(MODEL), topology.domain)
     require_model_within_domain(config, plan, plan.layout.model // within)
     if not config.parallel.model_across_hosts:
@@ -54,6 +54,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "zero": plan.zero.stage,
         "sequence": plan.sequence,
         "reduce_once": config.parallel.reduce_once,
+        "secondary": plan.secondary,
         "quantize_gather": plan.quantize_gather,
         "prefetch": list(plan.prefetch),
         "prefetch_chunks": plan.prefetch_chunks,
@@ -226,6 +227,7 @@ def summary(description: dict[str, Any]) -> str:
     options = [f"ZeRO-{d['zero']}"]
     options += ["sequence parallelism"] if d["sequence"] else []
     options += ["gradients reduced once"] if d["reduce_once"] else []
+    options += ["layers gathered across hosts once"] if d["secondary"] else []
     options += ["weights gathered in int8"] if d["quantize_gather"] else []
     options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []

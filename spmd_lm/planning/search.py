@@ -153,7 +153,7 @@ def search(config: RunConfig, targets: Sequence[Target]) -> Search:
 def make_plan(config: RunConfig, target: Target) -> Plan:
     """The plan of a layout.  Raises LayoutError if it does not divide the parameters."""
     topology = target.topology
-    return abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+    return abstract_plan(config, topology.size, topology.platform, topology.device_kind, host=topology.host)
 
 
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
@@ -282,6 +282,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
     layout_checks.layout_uses_all_devices: "the batch is not divisible",
     layout_checks.quantized_gathers_are_of_zero_3: "parallel.quantize_gather without ZeRO-3",
+    layout_checks.secondary_copies_are_gathered_again: "parallel.secondary without layers to gather again",
     layout_checks.prefetch_has_layers_to_gather: "parallel.prefetch=on",
     layout_checks.products_have_parts: "parallel.collective_matmul=on",
 }

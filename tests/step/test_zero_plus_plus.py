@@ -11,8 +11,19 @@ from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.codecs import decode, encode
 from spmd_lm.planning.audit import audit, render
+from spmd_lm.step.program import Program
 from spmd_lm.training.replicas import ReplicaCheck
-from tests.helpers import FLOAT32, assert_equal, assert_states_close, device_batch, make_config, program, trained
+from tests.helpers import (
+    FLOAT32,
+    assert_equal,
+    assert_states_close,
+    degrees,
+    device_batch,
+    make_config,
+    program,
+    train_steps,
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 slow = pytest.mark.slow
@@ -38,8 +49,8 @@ TENSOR = {
 
 def run(parallel: dict, **sections: dict) -> RunConfig:
     """A run under ZeRO-3.  A batch of 40 has a row for each of 5 and 8 devices and 4 microbatches of 2."""
-    model = MODEL | sections.pop("model", {})
-    return make_config(model=model, parallel={"zero": 3} | parallel, train={"batch": 40}, **sections)
+    model, train = MODEL | sections.pop("model", {}), {"batch": 40} | sections.pop("train", {})
+    return make_config(model=model, parallel={"zero": 3} | parallel, train=train, **sections)
 
 
 def int8(parallel: dict, **sections: dict) -> RunConfig:
@@ -128,3 +139,73 @@ def test_codes_and_scales_are_sent_and_nothing_else(name):
     assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
     dtypes = {row["dtype"] for row in result["collectives"] if row["part"] == "weights"}
     assert dtypes == {"s8", "f32"}
+
+
+def within_host(parallel: dict, **sections: dict) -> RunConfig:
+    return run({"secondary": "within_host"} | parallel, **sections)
+
+
+def without_copy(config: RunConfig) -> Program:
+    """ZeRO-3 on the rings of a run with a secondary copy."""
+    p = Program(config, jax.devices()[: degrees(config).devices])
+    assert p.plan.rings and p.plan.secondary
+    p.plan = dataclasses.replace(p.plan, secondary=False)
+    return p
+
+
+RINGS = {
+    "data": {"data": 8},
+    "padded": {"data": 6},
+    "hybrid": {"replica": 2, "data": 4},
+    "tensor": {"data": 4, "model": 2, "sequence": True, "microbatches": 2},
+    "prefetch": {"data": 8, "prefetch": "on"},
+    "1f1b": {"data": 4, "pipe": 2, "microbatches": 2},
+    "breadth-first": LAYOUTS["breadth-first"] | {"data": 4},
+    "breadth-first, ahead": LAYOUTS["breadth-first, ahead"] | {"data": 4},
+}
+
+
+@pytest.mark.parametrize("codes", ["none", "int8"])
+@pytest.mark.parametrize(
+    "name", [each if each in ("padded", "1f1b") else pytest.param(each, marks=slow) for each in RINGS]
+)
+def test_a_secondary_copy_changes_no_bit(name, codes):
+    """Of ZeRO-3 on the same two rings; to rounding of one flat ring."""
+    config = within_host(RINGS[name] | {"quantize_gather": codes}, train={"batch": 48})
+    got, want = trained(config), train_steps(without_copy(config))
+    np.testing.assert_array_equal(got.losses, want.losses)
+    assert_equal(got.last, want.last)
+    flat = trained(run(RINGS[name] | {"quantize_gather": codes}, train={"batch": 48}))
+    assert got.losses == pytest.approx(flat.losses, rel=1e-12)
+    assert_states_close(got.last, flat.last, 1e-11)
+
+
+def test_a_secondary_copy_is_of_the_committed_state():
+    """From the first step on, after a skipped one and after a resume, with frozen leaves."""
+    config = within_host({"data": 4}, optim={"freeze": "embedding.* *.query"}, train={"guard": {"exclude": [2]}})
+
+    def states(p: Program) -> list:
+        state, found = p.init(), []
+        for step in range(4):
+            if step == 3:
+                state = p.from_canonical(jax.tree.map(jnp.copy, p.canonical(state)))
+            state, figures = p.step(state, device_batch(p, step))
+            assert (int(figures["skip_reason"]) > 0) == (step == 1)
+            found.append(jax.tree.map(np.asarray, (state.params, figures["loss"])))
+        ReplicaCheck(p).check(state, 4)
+        return found
+
+    assert_equal(states(Program(config, jax.devices()[:4])), states(without_copy(config)))
+
+
+@pytest.mark.parametrize("name", [each if each == "data" else pytest.param(each, marks=slow) for each in RINGS])
+def test_layers_cross_hosts_once_per_step(name):
+    config = within_host(RINGS[name], precision=FLOAT32, train={"batch": 48})
+    result = audit(config, topology.parse_topology(f"cpu:{degrees(config).devices}"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+    matrices = [each for each in program(config).plan.parameters if "zero_width" in each.sharded_names]
+    whole, rings = sum(each.gathered_elements for each in matrices) * 4, program(config).plan.rings
+    across = sum(
+        row["bytes"] for row in result["collectives"] if (row["kind"], row["axes"]) == ("all-gather", ["data0"])
+    )
+    assert across == pytest.approx(whole / rings.within * (1 - 1 / rings.hosts))
