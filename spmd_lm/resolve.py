@@ -25,6 +25,7 @@ from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.modules import ModelModules, modules_of_model
 from spmd_lm.ops.cross_entropy import LogitsPolicy
+from spmd_lm.parallel.codecs import Codec
 from spmd_lm.parallel.mesh import Layout, Rings, abstract_mesh, host_rings
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
@@ -111,7 +112,8 @@ def abstract_plan(
         run_idle_stages=p.run_idle_stages,
         rings=_host_rings(config, layout, platform, kind, host),
         secondary=stage == 3 and p.secondary == "within_host",
-        quantize_gather=p.quantize_gather == "int8",
+        gather_codec=Codec() if stage == 3 and p.quantize_gather == "int8" else None,
+        scatter_codec=_scatter_codec(p.quantize_scatter, platform) if stage == 3 else None,
         prefetch=prefetched,
         prefetch_chunks=ahead and breadth_first,
         collective_matmul=collective_matmul,
@@ -124,17 +126,28 @@ def abstract_plan(
     )
 
 
-def _host_rings(config: RunConfig, layout: Layout, platform: str, kind: str, host: int | None) -> Rings | None:
-    """The rings into which this run's `data` is split, or None.  Raises LayoutError where they are needed and no border
-    of a host lies within `data`."""
-    if config.parallel.secondary == "none" or layout.zero_shards == 1:
+def _scatter_codec(codes: str, platform: str) -> Codec | None:
+    if codes == "none":
         return None
+    return Codec(8) if codes == "int8" else Codec(4, packed=platform != "tpu")
+
+
+def _host_rings(config: RunConfig, layout: Layout, platform: str, kind: str, host: int | None) -> Rings | None:
+    """The rings into which this run's `data` is split, or None.  Raises LayoutError where a secondary copy needs them
+    and no border of a host lies within `data`; gradients then take one hop."""
+    p = config.parallel
+    if (p.secondary, p.quantize_scatter) == ("none", "none") or layout.zero_shards == 1:
+        return None
+    if p.secondary == "none" and platform == "tpu":
+        return None  # make_mesh makes those of its torus
     chosen, off = "parallel.secondary=within_host", "Use parallel.secondary=none."
     if platform == "tpu":
         raise LayoutError(f"{chosen} on a TPU: the links of a slice join devices of all its hosts alike. {off}")
     hardware = find_hardware(kind)
     rings = host_rings(layout, host or (hardware.devices_per_host if hardware and platform == "gpu" else None))
     if rings.hosts == 1 or rings.within == 1:
+        if p.secondary == "none":
+            return None
         where = "on one host: nothing is gathered across hosts" if rings.hosts == 1 else "on hosts of their own"
         raise LayoutError(f"{chosen}: all {layout.data} devices of `data` are {where}. {off}")
     return rings

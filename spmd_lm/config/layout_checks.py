@@ -126,15 +126,17 @@ def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat
             yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
 
 
-def quantized_gathers_are_of_zero_3(parallel: Parallel) -> Problems:
-    if parallel.quantize_gather == "none":
-        return
-    chosen, off = f"{parallel.quantize_gather=!s} with", "parallel.quantize_gather=none"
-    if parallel.zero < 3:
-        yield use(f"{chosen} {parallel.zero=}: only ZeRO-3 gathers layer by layer", "parallel.zero=3", off)
-    if parallel.partitioner == "types":
-        reason = "XLA inserts the gathers, and sends weights as they are"
-        yield use(f"{chosen} {parallel.partitioner=!s}: {reason}", "parallel.partitioner=auto", off)
+def codes_are_of_zero_3(parallel: Parallel) -> Problems:
+    alone = {"gathers": "only ZeRO-3 gathers layer by layer", "scatters": "they are of ZeRO-3, beside coded weights"}
+    for key, sent in (("quantize_gather", "gathers"), ("quantize_scatter", "scatters")):
+        if (codes := getattr(parallel, key)) == "none":
+            continue
+        chosen, off = f"parallel.{key}={codes} with", f"parallel.{key}=none"
+        if parallel.zero < 3:
+            yield use(f"{chosen} {parallel.zero=}: {alone[sent]}", "parallel.zero=3", off)
+        if parallel.partitioner == "types":
+            reason = f"XLA inserts the {sent}, and sends numbers as they are"
+            yield use(f"{chosen} {parallel.partitioner=!s}: {reason}", "parallel.partitioner=auto", off)
 
 
 def secondary_copies_are_gathered_again(model: Model, parallel: Parallel) -> Problems:
@@ -280,7 +282,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
-    quantized_gathers_are_of_zero_3,
+    codes_are_of_zero_3,
     secondary_copies_are_gathered_again,
     adapters_are_manual,
     prefetch_has_layers_to_gather,

@@ -248,6 +248,8 @@ class Parallel(Section):
     secondary: Literal["none", "within_host"] = "none"
     # ZeRO-3 gathers weights of matrices as int8 codes, rounded once more: half the bytes of bfloat16 (ZeRO++'s qwZ)
     quantize_gather: Literal["none", "int8"] = "none"
+    # ZeRO-3 sends gradients of matrices as codes, and sums them in float32 (ZeRO++'s qgZ); int4 loses more
+    quantize_scatter: Literal["none", "int8", "int4"] = "none"
     # ZeRO-3 gathers the weights that a layer uses first while the layer before it runs, in a breadth-first pipeline
     # those of the next chunk; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"

@@ -55,7 +55,8 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "sequence": plan.sequence,
         "reduce_once": config.parallel.reduce_once,
         "secondary": plan.secondary,
-        "quantize_gather": plan.quantize_gather,
+        "quantize_gather": config.parallel.quantize_gather if plan.gather_codec else "none",
+        "quantize_scatter": config.parallel.quantize_scatter if plan.scatter_codec else "none",
         "prefetch": list(plan.prefetch),
         "prefetch_chunks": plan.prefetch_chunks,
         "collective_matmul": list(plan.collective_matmul),
@@ -228,7 +229,8 @@ def summary(description: dict[str, Any]) -> str:
     options += ["sequence parallelism"] if d["sequence"] else []
     options += ["gradients reduced once"] if d["reduce_once"] else []
     options += ["layers gathered across hosts once"] if d["secondary"] else []
-    options += ["weights gathered in int8"] if d["quantize_gather"] else []
+    options += [f"weights gathered in {d['quantize_gather']}"] if d["quantize_gather"] != "none" else []
+    options += [f"gradients scattered in {d['quantize_scatter']}"] if d["quantize_scatter"] != "none" else []
     options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []

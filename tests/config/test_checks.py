@@ -136,9 +136,14 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "parallel.quantize_gather=int8 parallel.zero=3 parallel.partitioner=types",
-            "parallel.quantize_gather=int8 with parallel.partitioner=types: XLA inserts the gathers, and sends weights "
+            "parallel.quantize_gather=int8 with parallel.partitioner=types: XLA inserts the gathers, and sends numbers "
             "as they are",
             "parallel.partitioner=auto, or parallel.quantize_gather=none",
+        ),
+        (
+            "parallel.quantize_scatter=int4 parallel.zero=1",
+            "parallel.quantize_scatter=int4 with parallel.zero=1: they are of ZeRO-3, beside coded weights",
+            "parallel.zero=3, or parallel.quantize_scatter=none",
         ),
         (
             "parallel.prefetch=on",

@@ -9,14 +9,18 @@ import pytest
 
 from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.parallel.codecs import decode, encode
+from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.parallel.codecs import Codec
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.planning.audit import audit, render
+from spmd_lm.resolve import abstract_plan
 from spmd_lm.step.program import Program
 from spmd_lm.training.replicas import ReplicaCheck
 from tests.helpers import (
     FLOAT32,
     assert_equal,
     assert_states_close,
+    canonical,
     degrees,
     device_batch,
     make_config,
@@ -113,7 +117,8 @@ def test_the_first_step_reads_decoded_weights_and_their_exact_gradients_move_the
         if not matrix:
             return x
         dim = names.index("zero_width")
-        return jnp.moveaxis(decode(encode(jnp.moveaxis(x, dim, 0)), x.dtype), 0, dim)
+        moved = jnp.moveaxis(x, dim, 0)
+        return jnp.moveaxis(Codec().decode(Codec().encode(moved), moved.shape[-1], x.dtype), 0, dim)
 
     params = jax.tree.map(rounded, jax.tree.map(np.asarray, state.params), p.plan.sharded_names)
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, state.params)
@@ -209,3 +214,83 @@ def test_layers_cross_hosts_once_per_step(name):
         row["bytes"] for row in result["collectives"] if (row["kind"], row["axes"]) == ("all-gather", ["data0"])
     )
     assert across == pytest.approx(whole / rings.within * (1 - 1 / rings.hosts))
+
+
+def coded(codes: str, parallel: dict, **sections: dict) -> RunConfig:
+    return run({"quantize_scatter": codes} | parallel, **sections)
+
+
+def gradients(config: RunConfig) -> dict[str, np.ndarray]:
+    """Those of the first step, before clipping: Adam's first moments."""
+    p = Program(config, jax.devices()[: degrees(config).devices])
+    state, _ = p.step(p.init(), device_batch(p, 0))
+    return leaves_by_path(canonical(p, state).opt_state.mu)
+
+
+ERRORS = {"int8": (1e-4, 0.03), "int4": (1e-2, 0.6)}
+
+
+@pytest.mark.parametrize("codes", ERRORS)
+@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
+def test_gradients_of_matrices_are_rounded_and_those_of_vectors_exact(name, codes):
+    sections = {"train": {"batch": 48}, "optim": {"clip": 0.0}}
+    got, want = gradients(coded(codes, RINGS[name], **sections)), gradients(run(RINGS[name], **sections))
+    least, most = ERRORS[codes]
+    for path, g in want.items():
+        error = np.linalg.norm(got[path] - g) / np.linalg.norm(g)
+        if path.endswith("bias") or "norm" in path:
+            assert np.abs(got[path] - g).max() <= 1e-11 * np.abs(g).max() + 1e-18, path
+        else:
+            assert least < error < most, (path, error)
+
+
+@pytest.mark.parametrize("codes", ERRORS)
+@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
+def test_codes_of_gradients_are_sent_as_theory_expects(name, codes):
+    config = coded(codes, RINGS[name], precision=FLOAT32, train={"batch": 48})
+    result = audit(config, topology.parse_topology(f"cpu:{degrees(config).devices}"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+    sent = [row for row in result["collectives"] if row["kind"] in ("all-to-all", "reduce-scatter")]
+    over_data = [row for row in sent if row["axes"] in (["data0"], ["data1"])]
+    assert {row["kind"] for row in over_data} == {"all-to-all"}
+    assert {row["dtype"] for row in over_data} == {"s8" if codes == "int8" else "u8", "f32"}
+
+
+@pytest.mark.parametrize("name", ["padded", pytest.param("tensor", marks=slow), pytest.param("1f1b", marks=slow)])
+def test_the_three_together_leave_replicas_equal_and_draw_the_same_again(name):
+    """A skipped step changes nothing, and a resumed run continues as if it had not ended."""
+    keys = {"quantize_gather": "int8", "secondary": "within_host", "quantize_scatter": "int4"}
+    config = run(RINGS[name] | keys, train={"batch": 48, "guard": {"exclude": [2]}}, precision=FLOAT32)
+    p = Program(config, jax.devices()[: degrees(config).devices])
+    state, losses, saved = p.init(), [], None
+    for step in range(4):
+        if step == 2:
+            saved = jax.tree.map(np.asarray, p.canonical(state))
+        state, figures = p.step(state, device_batch(p, step))
+        losses.append(float(figures["loss"]))
+    ReplicaCheck(p).check(state, 4)
+    shardings = jax.tree.map(lambda x: x.sharding, p.abstract_canonical())
+    resumed = p.from_canonical(jax.device_put(saved, shardings))
+    for step in (2, 3):
+        resumed, figures = p.step(resumed, device_batch(p, step))
+    assert float(figures["loss"]) == losses[3]
+    assert_equal(jax.tree.map(np.asarray, resumed), jax.tree.map(np.asarray, state))
+
+
+def test_across_hosts_layers_send_a_quarter():
+    """Of ZeRO-3 with gradients in bfloat16, on two hosts of H100s."""
+    keys = {"quantize_gather": "int8", "secondary": "within_host", "quantize_scatter": "int4"}
+    model = {"width": 1024, "heads": 8, "vocab": 1024}
+
+    def across(layers: int, more: dict) -> float:
+        precision = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
+        sections = {"precision": precision, "train": {"batch": 48}, "model": model | {"layers": layers}}
+        config = run({"data": 16} | more, **sections)
+        plan = abstract_plan(config, 16, "gpu", "NVIDIA H100 80GB HBM3")
+        rows = expected_collectives(config, plan)
+        return sum(row.bytes for row in rows if row.axes == ("data0",) and row.part in ("weights", "gradients"))
+
+    few, three = (across(6, each) - across(4, each) for each in (keys, {"secondary": "within_host"}))
+    matrices = 2 * 12 * 1024**2  # of two layers
+    assert three == pytest.approx(2 * 2 * matrices / 8 / 2)  # weights once and gradients once
+    assert few / (three * 3 / 2) < 0.254
