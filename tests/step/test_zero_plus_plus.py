@@ -294,3 +294,32 @@ def test_across_hosts_layers_send_a_quarter():
     matrices = 2 * 12 * 1024**2  # of two layers
     assert three == pytest.approx(2 * 2 * matrices / 8 / 2)  # weights once and gradients once
     assert few / (three * 3 / 2) < 0.254
+
+
+FORMS = {
+    "block": {"remat": {"policy": "block", "block_size": 2}},
+    "full": {"remat": {"policy": "full"}},
+    "unrolled": {"model": {"scan": False}, "remat": {"policy": "full"}},
+    "shared": {"model": {"share_layers": True}},
+    "once": {"parallel": {"reduce_once": True, "microbatches": 2}},
+}
+
+
+@pytest.mark.parametrize("form", [each if each == "block" else pytest.param(each, marks=slow) for each in FORMS])
+def test_every_form_of_the_layers_rounds_gradients_at_random(form):
+    """The key of the rounding crosses jax.checkpoint, loops and custom gradients."""
+    sections = {"train": {"batch": 48}, "optim": {"clip": 0.0}} | FORMS[form]
+    parallel = {"data": 4, "quantize_gather": "int8"} | sections.pop("parallel", {})
+    got, want = gradients(coded("int4", parallel, **sections)), gradients(run(parallel, **sections))
+    matrices = [path for path in want if not (path.endswith("bias") or "norm" in path)]
+    errors = [np.linalg.norm(got[path] - want[path]) / np.linalg.norm(want[path]) for path in matrices]
+    assert min(errors) > 0.01 and max(errors) < 0.6
+
+
+@pytest.mark.parametrize("name", ["padded", pytest.param("1f1b", marks=slow)])
+def test_evaluation_and_logits_are_of_the_same_weights(name):
+    p = program(within_host(RINGS[name] | {"quantize_gather": "int8"}, train={"batch": 48}))
+    other = without_copy(p.config)
+    params, batch = p.init().params, device_batch(p, 0)
+    assert_equal(p.evaluate(params, batch), other.evaluate(params, batch))
+    assert_equal(p.forward(params, batch), other.forward(params, batch))
