@@ -18,14 +18,16 @@ from spmd_lm.config.overlap import collective_matmul_branches, prefetches
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.memory import tokens_per_chunk
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.modules import ModelModules, modules_of_model
 from spmd_lm.ops.cross_entropy import LogitsPolicy
+from spmd_lm.parallel.codecs import Codec
 from spmd_lm.parallel.groups import offloaded
-from spmd_lm.parallel.mesh import Layout, abstract_mesh
+from spmd_lm.parallel.mesh import Layout, Rings, abstract_mesh, host_rings
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.runtime.formatting import format_bytes
@@ -75,13 +77,19 @@ def enable_float64(config: RunConfig) -> None:
 
 
 def abstract_plan(
-    config: RunConfig, devices: int, platform: str, kind: str, modules: ModelModules | None = None
+    config: RunConfig,
+    devices: int,
+    platform: str,
+    kind: str,
+    modules: ModelModules | None = None,
+    host: int | None = None,
 ) -> Plan:
     """The plan of `config` on devices that need not exist; its mesh is abstract.  Switches float64 on, for the whole
     process, if the config asks for it.  Raises LayoutError if there is no plan.
 
     kind: jax's device_kind, on which some defaults depend.
-    modules: as for `make_model`."""
+    modules: as for `make_model`.
+    host: devices per host; default that of most hosts with this kind, and two hosts of simulated devices."""
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
     model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
@@ -103,6 +111,10 @@ def abstract_plan(
         sequence=p.sequence,
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,
+        rings=_host_rings(config, layout, platform, kind, host),
+        secondary=stage == 3 and p.secondary == "within_host",
+        gather_codec=Codec() if stage == 3 and p.quantize_gather == "int8" else None,
+        scatter_codec=_scatter_codec(p.quantize_scatter, platform) if stage == 3 else None,
         prefetch=prefetched,
         prefetch_chunks=ahead and breadth_first,
         collective_matmul=collective_matmul,
@@ -118,13 +130,44 @@ def abstract_plan(
     return plan
 
 
+def _scatter_codec(codes: str, platform: str) -> Codec | None:
+    if codes == "none":
+        return None
+    return Codec(8) if codes == "int8" else Codec(4, packed=platform != "tpu")
+
+
+def _host_rings(config: RunConfig, layout: Layout, platform: str, kind: str, host: int | None) -> Rings | None:
+    """The rings into which this run's `data` is split, or None.  Raises LayoutError where a secondary copy needs them
+    and no border of a host lies within `data`; gradients then take one hop."""
+    p = config.parallel
+    if (p.secondary, p.quantize_scatter) == ("none", "none") or layout.zero_shards == 1:
+        return None
+    if p.secondary == "none" and platform == "tpu":
+        return None  # make_mesh makes those of its torus
+    chosen, off = "parallel.secondary=within_host", "Use parallel.secondary=none."
+    if platform == "tpu":
+        raise LayoutError(f"{chosen} on a TPU: the links of a slice join devices of all its hosts alike. {off}")
+    hardware = find_hardware(kind)
+    rings = host_rings(layout, host or (hardware.devices_per_host if hardware and platform == "gpu" else None))
+    if rings.hosts == 1 or rings.within == 1:
+        if p.secondary == "none":
+            return None
+        where = "on one host: nothing is gathered across hosts" if rings.hosts == 1 else "on hosts of their own"
+        raise LayoutError(f"{chosen}: all {layout.data} devices of `data` are {where}. {off}")
+    return rings
+
+
 @functools.lru_cache(maxsize=64)  # a search asks for each plan again, for many microbatch counts and schedules
-def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, frozen: str | None, **fields: Any) -> Plan:
+def _abstract_plan(
+    model: LanguageModel, layout: Layout, platform: str, frozen: str | None, rings: Rings | None, **fields: Any
+) -> Plan:
     """frozen: the dtype of frozen parameters; None for the model's.
+    rings: those into which `data` is split, or None.
     fields: of Plan.
 
     Shapes depend on x64 too, which `enable_float64` has already set if the model needs it."""
-    plan = Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
+    mesh, host_rings = abstract_mesh(layout, rings), rings is not None
+    plan = Plan(layout, mesh, platform, model.names, model.shapes, host_rings=host_rings, **fields)
     return plan if frozen is None else plan.with_frozen(frozen)
 
 

@@ -27,7 +27,8 @@ PARTS = ("embedding", "blocks", "head", "messages", "weights", "gradients", "sca
 class CollectiveInstruction:
     """One collective instruction of the program that every device runs.
 
-    num_arrays: operands, each one collective.
+    dtype: that of its largest operand.
+    operands: dtype and bytes of each operand, each one collective.
     full_bytes: bytes of the larger side, gathered or unreduced, of all operands.
     result_bytes: bytes of the results.
     stage_counts: runs in a step, of each pipeline stage.
@@ -40,7 +41,7 @@ class CollectiveInstruction:
 
     kind: str
     dtype: str
-    num_arrays: int
+    operands: tuple[tuple[str, int], ...]
     full_bytes: int
     result_bytes: int
     stage_counts: tuple[float, ...]
@@ -51,9 +52,22 @@ class CollectiveInstruction:
     chain: str = ""
 
     @property
+    def num_arrays(self) -> int:
+        return len(self.operands)
+
+    @property
     def count(self) -> float:
         """Runs in a step, the mean over the pipeline's stages."""
         return sum(self.stage_counts) / len(self.stage_counts)
+
+    def by_dtype(self) -> Iterator["CollectiveInstruction"]:
+        """Itself, in one for each dtype of its operands: compilers merge gathers of several dtypes."""
+        total = sum(size for _, size in self.operands)
+        for dtype in dict.fromkeys(dtype for dtype, _ in self.operands):
+            operands = tuple(each for each in self.operands if each[0] == dtype)
+            size = sum(size for _, size in operands)
+            full, result = (bytes_ * size // (total or 1) for bytes_ in (self.full_bytes, self.result_bytes))
+            yield dataclasses.replace(self, dtype=dtype, operands=operands, full_bytes=full, result_bytes=result)
 
     @property
     def wire_bytes(self) -> float:
@@ -118,7 +132,7 @@ def compiled_collectives(found: list[CollectiveInstruction], sizes: dict[str, in
 
     sizes: those of the mesh axes, outermost first."""
     groups: dict[tuple[str, tuple[str, ...], str, str, str | None], list[CollectiveInstruction]] = defaultdict(list)
-    for i in found:
+    for i in (each for instruction in found for each in instruction.by_dtype()):
         if i.wire_bytes and i.count:
             groups[i.kind, i.axes(sizes), i.part, i.dtype, i.lowered_as].append(i)
     totals = []
@@ -188,7 +202,7 @@ def read_collective(
     return CollectiveInstruction(
         kind=kind,
         dtype=max(operands, key=lambda array: array.bytes).dtype,
-        num_arrays=len(operands),
+        operands=tuple((array.dtype, array.bytes) for array in operands),
         full_bytes=operand_bytes * n if kind == ALL_GATHER else operand_bytes,
         result_bytes={ALL_GATHER: operand_bytes * n, REDUCE_SCATTER: operand_bytes // n}.get(kind, operand_bytes),
         stage_counts=tuple(map(float, path.counts)),

@@ -104,6 +104,11 @@ class Topology:
         return self.shape[1] if self.platform == "gpu" else self.size // self.slices
 
     @property
+    def host(self) -> int | None:
+        """GPUs per host; None for other devices."""
+        return self.shape[1] if self.platform == "gpu" else None
+
+    @property
     def size(self) -> int:
         """Number of devices."""
         tpu = TPUS.get(self.kind)

@@ -126,6 +126,35 @@ def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat
             yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
 
 
+def codes_are_of_zero_3(parallel: Parallel) -> Problems:
+    alone = {"gathers": "only ZeRO-3 gathers layer by layer", "scatters": "they are of ZeRO-3, beside coded weights"}
+    for key, sent in (("quantize_gather", "gathers"), ("quantize_scatter", "scatters")):
+        if (codes := getattr(parallel, key)) == "none":
+            continue
+        chosen, off = f"parallel.{key}={codes} with", f"parallel.{key}=none"
+        if parallel.zero < 3:
+            yield use(f"{chosen} {parallel.zero=}: {alone[sent]}", "parallel.zero=3", off)
+        if parallel.partitioner == "types":
+            reason = f"XLA inserts the {sent}, and sends numbers as they are"
+            yield use(f"{chosen} {parallel.partitioner=!s}: {reason}", "parallel.partitioner=auto", off)
+
+
+def secondary_copies_are_gathered_again(model: Model, parallel: Parallel) -> Problems:
+    if parallel.secondary == "none":
+        return
+    chosen, off = f"{parallel.secondary=!s} with", "parallel.secondary=none"
+    if parallel.zero < 3:
+        yield use(f"{chosen} {parallel.zero=}: only ZeRO-3 gathers layers more than once", "parallel.zero=3", off)
+    if parallel.reduce_once:
+        reason = "layers are gathered once per step in any case"
+        yield use(f"{chosen} parallel.reduce_once=true: {reason}", "parallel.reduce_once=false", off)
+    if model.unique_layers == 1:
+        layers = "model.share_layers=true" if model.share_layers else f"{model.layers=}"
+        yield use(f"{chosen} {layers}: a single layer is gathered once per step", off)
+    if parallel.partitioner == "types":
+        yield use(f"{chosen} {parallel.partitioner=!s}: XLA inserts the gathers", "parallel.partitioner=auto", off)
+
+
 def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Problems:
     if adapter.kind != "none" and parallel.partitioner == "types":
         reason = "types would sum a low-rank product's addends before the matrix's own are added"
@@ -253,6 +282,8 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
+    codes_are_of_zero_3,
+    secondary_copies_are_gathered_again,
     adapters_are_manual,
     prefetch_has_layers_to_gather,
     products_have_parts,

@@ -40,6 +40,10 @@ def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bo
         return PartitionerChoice("manual", "products run in parts beside their collectives")
     if own:
         return PartitionerChoice("manual", "modules of one's own may do what types cannot describe")
+    if (p.quantize_gather, p.quantize_scatter) != ("none", "none"):
+        return PartitionerChoice("manual", "weights or gradients are sent as codes, which the step writes out")
+    if p.secondary != "none":
+        return PartitionerChoice("manual", "the step gathers a secondary copy, which it writes out")
     if config.adapter.kind != "none":
         return PartitionerChoice("manual", f"adapter.kind={config.adapter.kind} is written out")
     layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}

@@ -244,6 +244,12 @@ class Parallel(Section):
     chunks: Count = 1  # chunks of layers per stage, for interleaved and breadth_first
     microbatches: Count = 1  # parts that a step's batch is split into
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
+    # ZeRO-3 gathers layers across hosts once per step, and then within a host alone (ZeRO++'s hpZ); not on TPUs
+    secondary: Literal["none", "within_host"] = "none"
+    # ZeRO-3 gathers weights of matrices as int8 codes, rounded once more: half the bytes of bfloat16 (ZeRO++'s qwZ)
+    quantize_gather: Literal["none", "int8"] = "none"
+    # ZeRO-3 sends gradients of matrices as codes, and sums them in float32 (ZeRO++'s qgZ); int4 loses more
+    quantize_scatter: Literal["none", "int8", "int4"] = "none"
     # ZeRO-3 gathers the weights that a layer uses first while the layer before it runs, in a breadth-first pipeline
     # those of the next chunk; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"

@@ -12,7 +12,7 @@ stage has no neighbour to send to."""
 import dataclasses
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,9 +21,9 @@ from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.cost_model.layer_trace import Sent, has_own_block, trace_layers
-from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device, wire_itemsize
 from spmd_lm.cost_model.trained_head import trains_before_logits
-from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 
@@ -366,19 +366,25 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     # Parts of a step that use each; all contribute to its gradient.
     uses_of = {each.path: ("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices}
     shapes, all_layers = {each.path: each.shape for each in matrices}, config.model.unique_layers
-    scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
-    by_dtype = dict[str, dict[tuple[str, ...], int]]()
+    gathered, scattered = (defaultdict[str, dict[tuple[str, ...], int]](dict) for _ in range(2))
     for each in matrices:
-        by_dtype.setdefault(each.dtype if each.coded else precision.compute, {})[each.path] = each.gathered_elements
-    kinds = [(ALL_GATHER, "weights", dtype, sizes, _weight_gathers(step)) for dtype, sizes in by_dtype.items()]
-    kinds.append((REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)))
+        for dtype, elements in plan.gathered_arrays(each, precision.compute).items():
+            gathered[dtype][each.path] = elements
+        for dtype, elements in plan.scattered_arrays(each, precision.reduce).items() if each.trained else ():
+            scattered[dtype][each.path] = elements
+    scatter = ALL_TO_ALL if plan.scatter_codec else REDUCE_SCATTER
     for axis in dict.fromkeys(axis for each in shares.values() for axis in each):
+        gathers = _Transfers("P, once", step.layers, per_stack=1)
+        gathers = gathers if axis == plan.ring_of_hosts else _weight_gathers(step)
+        kinds = [(ALL_GATHER, "weights", dtype, sizes, gathers) for dtype, sizes in gathered.items()]
+        scatters = _gradient_scatters(step)
+        kinds += [(scatter, "gradients", dtype, sizes, scatters) for dtype, sizes in scattered.items()]
         for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0
             for path, elements in sizes.items():
                 if (share := shares[path].get(axis)) is None:
                     continue
-                bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
+                bytes_ = wire_bytes(kind, elements * share * wire_itemsize(dtype), plan.sizes[axis])
                 if (uses := uses_of[path]) == ("blocks",):
                     # A stack holds the layers of one place in the period.
                     (place, of_layer), in_stack = layer_path(path), shapes[path][0]

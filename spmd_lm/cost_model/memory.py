@@ -36,7 +36,8 @@ class Compiler(NamedTuple):
     lanes: the last dimension of an array that is split into heads is padded to a multiple of it.
     offloads: it tells a host's memory from its devices'.
     libraries: bytes of workspace that matmuls may use.
-    decoded: number of float32 copies of the largest quantized matrix that its matmul holds."""
+    decoded: number of float32 copies of the largest quantized matrix that its matmul holds.
+    exchanged: number of float32 copies of the largest gradient that its scatter in codes holds."""
 
     logits: float = 1.0
     computes_in_float32: bool = False
@@ -46,10 +47,11 @@ class Compiler(NamedTuple):
     offloads: bool = True
     libraries: int = 0
     decoded: int = 0
+    exchanged: int = 0
 
 
 COMPILERS = {
-    "tpu": Compiler(lanes=128, decoded=2),
+    "tpu": Compiler(lanes=128, decoded=2, exchanged=2),
     "gpu": Compiler(logits=1.5, casts_layers=True, adds_in_products=True, libraries=64 * MIB),
     "cpu": Compiler(logits=2, computes_in_float32=True, casts_layers=True, offloads=False),
 }
@@ -244,6 +246,13 @@ class _Step:
         numbers = [each.gathered_elements * numbers_per_element(each.path[-1], each.dtype) for each in coded]
         return dtype_bytes("float32") * max(numbers, default=0) // self.layers_of_stage
 
+    def _largest_exchanged(self) -> int:
+        """Bytes of the largest matrix's gradient, in float32."""
+        matrices = [each for each in self.plan.trained_parameters if self.plan.zero_axes(each.sharded_names)]
+        layers = {each: self.layers_of_stage if each.path[0] == "blocks" else 1 for each in matrices}
+        largest = max((self.plan.scattered_elements(each) // layers[each] for each in matrices), default=0)
+        return dtype_bytes("float32") * largest
+
     def _weights(self) -> None:
         plan, p = self.plan, self.config.precision
         layer = plan.bytes_per_device(p.compute, "blocks", gathered=True) / self.layers_of_stage
@@ -258,6 +267,8 @@ class _Step:
         kept = sum(each.elements for each in blocks if stored[each] != dtype_bytes(each.dtype))  # in the compute dtype
         cast = plan.bytes_per_device(p.compute, "blocks") - kept * self.itemsize
         self.resident = 0 if self.compiler.casts_layers or p.compute == p.params else cast
+        if plan.rings and plan.secondary:  # in place of what is cast
+            self.resident = self._copies("blocks") // plan.rings.within
         if plan.zero.gather_per == "layer":
             self.in_use = period * (layer + ahead / self.layers_of_stage)
         else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read
@@ -287,6 +298,8 @@ class _Step:
             shards = plan.elements_per_device(trained=True)
             self.accumulated, self.complete = shards * dtype_bytes(p.params), shards * dtype_bytes(p.reduce)
             self.unscattered = (len(self.config.model.kinds) if plan.prefetch else 1) * (self.layer_gradients + ahead)
+        self.exchanged = self.compiler.exchanged * self._largest_exchanged() if plan.scatter_codec else 0
+        self.unscattered += self.exchanged
         embedding = plan.bytes_per_device(p.compute, "embedding", gathered=True)
         self.embedding = embedding * plan.trains("embedding")
         self.table = embedding * trains_table(self.config, plan)
@@ -297,9 +310,10 @@ class _Step:
         """Points of a step that may be its fullest.  chunk_bytes: logits that cross-entropy computes at a time."""
         logits = self.compiler.logits * min(self.tokens * self.logit_bytes, chunk_bytes)
         scatters = self.plan.zero.scatters_in_backward and self.plan.layout.pipe == 1
-        head = max(logits, self.head_gradient if scatters else self.table)
+        head = max(logits, (self.head_gradient + self.exchanged) if scatters else self.table)
         embedding = self.embedding * (self.float32 / self.itemsize)
         embedding += self.head_gradient if scatters else self.embedding if self.plan.layout.pipe > 1 else 0
+        embedding += self.exchanged
         points = self._points_of_stages(head, embedding) if self.plan.layout.pipe > 1 else self._points(head, embedding)
         points += [self._update()] if self.config.optim.offload != "none" else []
         absent = [BLOCKS] * (not self.trains_layers) + [EMBEDDING] * (not self.plan.trains("embedding"))

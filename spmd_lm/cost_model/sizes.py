@@ -14,6 +14,11 @@ def dtype_bytes(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
+def wire_itemsize(dtype: str) -> float:
+    """Bytes of an element on a wire, where two of int4 take one."""
+    return 0.5 if dtype == "int4" else dtype_bytes(dtype)
+
+
 @functools.cache
 def at_least_float32(dtype: str) -> str:
     return jax.numpy.promote_types(dtype, "float32").name

@@ -214,7 +214,7 @@ def _hidden(
     config: RunConfig, plan: Plan, rows: list[ExpectedCollective], seconds_of: list[float], compute: float
 ) -> list[float]:
     """Seconds of each row that the compute left over from earlier rows hides, where prefetch, the schedule or a
-    collective matmul overlaps them."""
+    collective matmul overlaps them.  Nothing hides a secondary copy's gathers, at the start of the step."""
     beside = {
         "messages": config.parallel.schedule != "breadth_first",
         "weights": bool(plan.prefetch) or plan.prefetch_chunks,
@@ -223,7 +223,9 @@ def _hidden(
     hidden = []
     for row, seconds in zip(rows, seconds_of, strict=True):
         in_parts = row.part == "blocks" and row.kind == COLLECTIVE_PERMUTE
-        hidden.append(min(seconds, compute) if in_parts or beside.get(row.part) else 0.0)
+        at_start = row.part == "weights" and plan.ring_of_hosts in row.axes
+        is_hidden = in_parts or (beside.get(row.part) and not at_start)
+        hidden.append(min(seconds, compute) if is_hidden else 0.0)
         compute -= hidden[-1]
     return hidden
 

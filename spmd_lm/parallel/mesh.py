@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,12 +47,44 @@ class Layout:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
 
-def abstract_mesh(layout: Layout) -> AbstractMesh:
-    return AbstractMesh(tuple(layout.sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+class Rings(NamedTuple):
+    """`data` as two axes at the border of hosts: data0, devices on several hosts, and data1, devices of one host."""
+
+    hosts: int
+    within: int
 
 
-def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: bool = False) -> Mesh:
+def host_rings(layout: Layout, devices_per_host: int | None) -> Rings:
+    """The rings of `data`; one of them has one device where the border of a host divides no group of data.
+
+    devices_per_host: None for simulated devices, of which each half of a group stands for a host."""
+    if devices_per_host is None:
+        return Rings(2, layout.data // 2) if layout.data % 2 == 0 else Rings(1, layout.data)
+    near, rest = divmod(devices_per_host, layout.pipe * layout.model)
+    within = math.gcd(layout.data, near) if near and not rest else 1
+    return Rings(layout.data // within, within)
+
+
+def devices_per_host(devices: Sequence[Any]) -> int | None:
+    """None for the simulated devices of one process."""
+    hosts = {device.process_index if device.platform == "cpu" else _domain(device) for device in devices}
+    return None if devices[0].platform == "cpu" and len(hosts) == 1 else len(devices) // len(hosts)
+
+
+def abstract_mesh(layout: Layout, rings: Rings | None = None) -> AbstractMesh:
+    """rings: those into which `data` is split, or None."""
+    sizes = _axis_sizes(layout, **({"data": tuple(rings)} if rings else {}))
+    names = _axis_names(sizes)
+    axes = [name for axis in MESH_AXES for name in names[axis]]
+    lengths = tuple(size for axis in MESH_AXES for size in sizes[axis])
+    return AbstractMesh(lengths, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def make_mesh(
+    layout: Layout, devices: list[jax.Device], *, model_across_hosts: bool = False, rings: Rings | None = None
+) -> Mesh:
     """A mesh of all `devices`, whose number must be the layout's.  model_across_hosts: any axis may span TPU slices.
+    rings: those into which `data` is split, or None.
 
     On a TPU `data` may become two axes, data0 and data1, each along dimensions of the torus, and `model` model0 and
     model1: over one flat axis that spans several, its compiler makes full all-reduces of gathers and scatters."""
@@ -60,8 +92,9 @@ def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: 
     if devices[0].platform == "tpu":
         sizes, array = _on_torus(layout, devices, model_across_hosts)
     else:
-        sizes, array = _axis_sizes(layout), np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
-    names = {axis: [axis] if len(on) == 1 else [f"{axis}{i}" for i in range(len(on))] for axis, on in sizes.items()}
+        sizes = _axis_sizes(layout, **({"data": tuple(rings)} if rings else {}))
+        array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
+    names = _axis_names(sizes)
     outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
     in_mesh_order = [name for axis in MESH_AXES for name in names[axis]]
     array = array.reshape(_mesh_shape(sizes)).transpose([outermost_first.index(name) for name in in_mesh_order])
@@ -74,6 +107,11 @@ _AxisSizes = Mapping[str, tuple[int, ...]]
 
 def _axis_sizes(layout: Layout, **split: tuple[int, ...]) -> _AxisSizes:
     return {axis: (size,) for axis, size in layout.sizes.items()} | split
+
+
+def _axis_names(sizes: _AxisSizes) -> dict[str, list[str]]:
+    """The mesh axes that make up each axis of a layout, outermost first."""
+    return {axis: [axis] if len(on) == 1 else [f"{axis}{i}" for i in range(len(on))] for axis, on in sizes.items()}
 
 
 def _mesh_shape(sizes: _AxisSizes) -> tuple[int, ...]:

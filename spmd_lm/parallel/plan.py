@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
 from spmd_lm.axes import (
+    DATA,
     MODEL,
     PIPE,
     SHARDED_DIM,
@@ -38,13 +39,15 @@ from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
 from spmd_lm.ops.compiler_workarounds import padded_columns
+from spmd_lm.ops.dropout import KeyWords, threefry
 from spmd_lm.parallel import zero
+from spmd_lm.parallel.codecs import Codec
 from spmd_lm.parallel.freeze import frozen_mask
-from spmd_lm.parallel.mesh import Layout
+from spmd_lm.parallel.mesh import Layout, Rings
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
-from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activation_rules
+from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activation_rules, within_hosts_first
 from spmd_lm.parallel.trees import Tree, exclude, subset_of
-from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.parallel.zero import ZeroAxes, ZeroPolicy
 
 _Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
@@ -100,6 +103,9 @@ class Plan:
       with n layers per chunk.
     partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
     run_idle_stages: whether idle pipeline stages compute too, and discard the result.
+    host_rings: whether `data` is two axes, data0 across hosts and data1 within one.
+    secondary: whether layers are gathered across hosts once per step, and then within a host alone.
+    gather_codec, scatter_codec: codes in which matrices' weights are gathered, and their gradients scattered.
     prefetch: keys of a layer's modules, or a period's layers, whose weights ZeRO gathers while the one before it runs.
     prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one before it runs.
     collective_matmul: keys of the branches of a layer whose linears overlap with their collectives.
@@ -119,6 +125,10 @@ class Plan:
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
+    host_rings: bool = False
+    secondary: bool = False
+    gather_codec: Codec | None = None
+    scatter_codec: Codec | None = None
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
     collective_matmul: tuple[str, ...] = ()
@@ -168,7 +178,8 @@ class Plan:
 
     @functools.cached_property
     def param_rules(self) -> Rules:
-        return PARAMETERS.with_own(self.own_rules).replicating(self.replicated).on_mesh(self.mesh.axis_names)
+        rules = PARAMETERS.with_own(self.own_rules).replicating(self.replicated).on_mesh(self.mesh.axis_names)
+        return within_hosts_first(rules) if self.host_rings else rules
 
     @remembered
     def active_axes(self, *names: str) -> tuple[str, ...]:
@@ -429,22 +440,46 @@ class Plan:
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
         """All-gathers parameters over ZeRO's axes."""
+        return self._gather(tree, names, self.zero_axes)
+
+    def gather_on_use(self, tree: Tree, names: Tree) -> Tree:
+        """All-gathers layers' weights, or, within a host, their secondary copy."""
+        return self._gather(tree, names, self._axes_on_use)
+
+    def gather_secondary(self, tree: Tree, names: Tree) -> Tree:
+        """All-gathers parameters across hosts: the shards of a host's devices are then all of them."""
+        return zero.gather(tree, names, self._axes_across_hosts, {}, codec=self.gather_codec)
+
+    def _gather(self, tree: Tree, names: Tree, zero_axes: ZeroAxes) -> Tree:
         names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         # Lays out stacks that loops read: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
         gather = functools.partial(
-            zero.gather, names=names, zero_axes=self.zero_axes, sizes=self._zero_sizes, row_major_stacks=stacks
+            zero.gather,
+            names=names,
+            zero_axes=zero_axes,
+            sizes=self._zero_sizes,
+            codec=self.gather_codec,
+            row_major_stacks=stacks,
         )
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
 
-    def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
-        """Reduce-scatters, in `dtype`, the gradients of what ZeRO shards; those of vectors are not summed."""
+    def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype, key: KeyWords | None = None) -> Tree:
+        """Reduce-scatters, in `dtype` or as codes, the gradients of what ZeRO shards; those of vectors are not summed.
+        key: of the codes' stochastic rounding, the same on all devices."""
         names, in_order = subset_of(names, grads), self.platform == "cpu"
         scatter = functools.partial(zero.scatter, names=names, zero_axes=self.zero_axes, dtype=dtype, in_order=in_order)
+        if key is not None:  # devices round apart, or their errors would add up
+            key = threefry(key, self._device_index(), jnp.uint32(0))
+        scatter = functools.partial(scatter, codec=self.scatter_codec, key=key)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
+
+    def _device_index(self) -> Array:
+        """Index of this device in the mesh, uint32."""
+        return lax.axis_index(tuple(self.sizes)).astype(jnp.uint32)
 
     @remembered
     def _scattered_shape(self, names: DimNames, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -455,9 +490,29 @@ class Plan:
         that other stages wait for."""
         shape = (self._padded_size(ZERO_WIDTH, self._zero_sizes[ZERO_WIDTH]), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
-        if self.platform != "tpu" or not diverge:
+        if self.platform != "tpu" or not diverge or self.scatter_codec:
             return shape
         return *shape[:-1], padded_columns(shape, [self.sizes[axis] for axis in self.zero_axes(names)])
+
+    def gathered_arrays(self, parameter: Parameter, compute: str) -> dict[str, int]:
+        """Elements, by dtype, of what a device has received when this matrix is gathered.  compute: the compute
+        dtype."""
+        if self.gather_codec is None or parameter.coded:
+            return {parameter.dtype if parameter.coded else compute: parameter.gathered_elements}
+        return self._coded_arrays(parameter, parameter.gathered_elements, self.gather_codec)
+
+    def scattered_arrays(self, parameter: Parameter, reduce: str) -> dict[str, int]:
+        """Elements, by dtype, of what a device puts into the scatter of this matrix's gradient, padding included.
+        reduce: the reduce dtype."""
+        elements = self.scattered_elements(parameter)
+        if self.scatter_codec is None:
+            return {reduce: elements}
+        return self._coded_arrays(parameter, elements, self.scatter_codec)
+
+    def _coded_arrays(self, parameter: Parameter, elements: int, codec: Codec) -> dict[str, int]:
+        dim = zero.block_dim(parameter.sharded_names)
+        row = parameter.shape[dim] // self._shards[parameter.names[dim]]
+        return {dtype: elements // row * size for dtype, size in codec.sizes(row).items()}
 
     def scattered_elements(self, parameter: Parameter) -> int:
         """Elements of this matrix's gradient that a device puts into the scatter, padding included."""
@@ -505,8 +560,32 @@ class Plan:
 
     @remembered
     def zero_axes(self, names: DimNames) -> tuple[str, ...]:
-        """The mesh axes of more than one device over which ZeRO shards a parameter of these sharded names."""
-        return self.param_axes(tuple(name for name in names if name in ZERO))
+        """The mesh axes of more than one device over which ZeRO shards a parameter of these sharded names, outermost
+        first."""
+        axes = [axis for name in names if name in ZERO for axis in self.param_rules.axes(name)]
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """True if gradients are rounded stochastically: to the nearest of 15 values most would be zero."""
+        return self.scatter_codec is not None and self.scatter_codec.bits == 4
+
+    @property
+    def rings(self) -> Rings | None:
+        """The rings into which `data` is split at the border of hosts, or None."""
+        axes = mesh_axes_of(DATA, self.sizes)
+        return Rings(*(self.sizes[axis] for axis in axes)) if self.host_rings else None
+
+    @functools.cached_property
+    def ring_of_hosts(self) -> str | None:
+        """The mesh axis over which a step gathers layers once: that across hosts, if there is a secondary copy."""
+        return mesh_axes_of(DATA, self.mesh.axis_names)[0] if self.secondary else None
+
+    def _axes_across_hosts(self, names: DimNames) -> tuple[str, ...]:
+        return tuple(axis for axis in self.zero_axes(names) if axis == self.ring_of_hosts)
+
+    def _axes_on_use(self, names: DimNames) -> tuple[str, ...]:
+        return tuple(axis for axis in self.zero_axes(names) if axis != self.ring_of_hosts)
 
     @remembered
     def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:

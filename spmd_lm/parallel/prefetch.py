@@ -6,6 +6,7 @@ their gradients last, and scatters them while the next layer runs.  Only some we
 copies what it carries from layer to layer.  The first and last layers are peeled: no gather is wasted."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,34 +43,37 @@ class Saved(NamedTuple):
 class PrefetchedLayers:
     """block(weights, x, microbatch, index) -> (x, losses): a layer.  Stacks have at least two.
     gather: some of a layer's shards -> their weights.
-    scatter: gradients of such weights -> those of their shards.
+    scatter: gradients of such weights, and a key unless that is None -> those of their shards.
     trained: selects the weights that have gradients.
     keys: entries of a layer, a dict, that are prefetched.
     allocated: whether residuals go into uninitialized arrays."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
-    scatter: Callable[[Tree], Tree]
+    scatter: Callable[..., Tree]
     trained: Callable[[Tree], Tree]
     keys: tuple[str, ...]
     allocated: bool = False
 
     def differentiable(self) -> Callable[..., tuple[Array, Losses]]:
-        """run(grad_dummies, shards, x, microbatch, first_layer): like a loop over with_gathered_weights(block, ...)."""
+        """run(key, grad_dummies, shards, x, microbatch, first_layer): like a loop over with_gathered_weights(block)."""
 
         @jax.custom_vjp
-        def run(grad_dummies, shards, x, microbatch, first_layer):
+        def run(key, grad_dummies, shards, x, microbatch, first_layer):
             return self.forward(shards, x, microbatch, first_layer, save=False)[0]
 
-        def forward(grad_dummies, shards, x, microbatch, first_layer):
+        def forward(key, grad_dummies, shards, x, microbatch, first_layer):
             result, saved = self.forward(shards, x, microbatch, first_layer)
-            return result, (grad_dummies, shards, saved)
+            return result, (key, grad_dummies, shards, saved)
 
         def backward(residuals, g):
-            grad_dummies, shards, saved = residuals
+            key, grad_dummies, shards, saved = residuals
             zeros = jax.tree.map(lambda x: zeros_like_gradient(x, x.dtype), grad_dummies)
-            grads, d_x = self.backward(shards, saved, g, zeros, set_layer)
-            return grads, None, d_x, None, None
+            layers = (
+                self if key is None else dataclasses.replace(self, scatter=functools.partial(self.scatter, key=key))
+            )
+            grads, d_x = layers.backward(shards, saved, g, zeros, set_layer)
+            return None, grads, None, d_x, None, None
 
         run.defvjp(forward, backward)
         return run

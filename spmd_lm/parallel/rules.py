@@ -72,6 +72,12 @@ class Rules:
         )
 
 
+def within_hosts_first(rules: Rules) -> Rules:
+    """`rules` on a mesh whose `data` is two rings: ZeRO scatters over that within a host first, and gathers over it
+    last, so that what a host's devices share crosses the network once."""
+    return Rules({name: axes[::-1] if name in ZERO else axes for name, axes in rules.table.items()})
+
+
 PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})
 """Rules of parameters, gradients and optimizer state between steps."""
 

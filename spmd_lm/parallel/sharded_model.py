@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
+from spmd_lm.ops.dropout import KeyWords
 from spmd_lm.parallel.layers_loop import LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.prefetch import PrefetchedLayers
@@ -70,9 +71,10 @@ def _unstacked(fns: ModelFns, plan: Plan, weights: SplitParams) -> SplitParams:
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
     """grad_argument: the differentiated argument, without frozen weights: the gathered weights; or, where backward
-    scatters, the `grad_dummies` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).
+    scatters, the `grad_dummies` of with_gathered_weights.
+    shards: parameters between steps (ZeRO-0: as `gathered`); of layers their secondary copy, if there is one.
     gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  scatters_in_backward:
-    ZeroPolicy's."""
+    ZeroPolicy's.  rounding_key: of gradients that are rounded at random."""
 
     fns: ModelFns
     plan: Plan
@@ -82,10 +84,17 @@ class ShardedModel:
     shards: SplitParams
     gathered: SplitParams
     scatters_in_backward: bool
+    rounding_key: KeyWords | None = None
 
     @classmethod
     def from_params(
-        cls, fns: ModelFns, plan: Plan, params: Tree, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype
+        cls,
+        fns: ModelFns,
+        plan: Plan,
+        params: Tree,
+        compute_dtype: jnp.dtype,
+        reduce_dtype: jnp.dtype,
+        rounding_key: KeyWords | None = None,
     ) -> Self:
         """Casts and gathers what the policy gathers once per step; casts all under ZeRO-0."""
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
@@ -105,7 +114,10 @@ class ShardedModel:
         in_backward = plan.zero.scatters_in_backward
         gathered = gathered if blocks is None else _unstacked(fns, plan, gathered)
         grad_argument = split_params(grad_dummies) if in_backward else trained(gathered)
-        return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
+        shards = split_params(params)
+        if plan.secondary:
+            shards = shards._replace(blocks=plan.gather_secondary(compute_params.blocks, names.blocks))
+        return cls(fns, plan, *dtypes, grad_argument, shards, gathered, in_backward, rounding_key)
 
     def with_grad_argument(self, grad_argument: SplitParams) -> Self:
         return dataclasses.replace(self, grad_argument=grad_argument)
@@ -151,7 +163,7 @@ class ShardedModel:
         period, stacks = self.fns.period, self._stacks()
         full = tuple(map(period.full, stacks))
         if self.plan.prefetch:
-            run = functools.partial(self._prefetched_layers().differentiable(), *full[:2])
+            run = functools.partial(self._prefetched_layers().differentiable(), self.rounding_key, *full[:2])
         else:
             run = functools.partial(self.fns.loop.run, self._block(), full)
         if not period.rest:
@@ -169,7 +181,9 @@ class ShardedModel:
     def vjp_layers(self) -> Callable[..., tuple[Array, Losses, Callable]]:
         """LayersLoop.vjp of `layers`; accumulate_grads adds up gradients of grad_argument.blocks."""
         if self.plan.prefetch:
-            return functools.partial(self._prefetched_layers().vjp, self.shards.blocks)
+            layers = self._prefetched_layers()
+            layers = dataclasses.replace(layers, scatter=functools.partial(layers.scatter, key=self.rounding_key))
+            return functools.partial(layers.vjp, self.shards.blocks)
         return functools.partial(self.fns.loop.vjp, self._block(), self._stacks())
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
@@ -200,12 +214,12 @@ class ShardedModel:
         return jax.tree.map(lambda names: names[1:], self.sharded_names.blocks, is_leaf=is_dim_names)
 
     def gather(self, shards: Tree, names: Tree) -> Tree:
-        """Gathered weights, in the compute dtype."""
-        return self.plan.gather(cast(shards, self.compute_dtype), names)
+        """Gathered weights of layers, in the compute dtype."""
+        return self.plan.gather_on_use(cast(shards, self.compute_dtype), names)
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Plan.scatter in the reduce dtype."""
-        return self.plan.scatter(grads, names, self.reduce_dtype)
+        return self.plan.scatter(grads, names, self.reduce_dtype, self.rounding_key)
 
     def _stacks(self) -> Stacks:
         """Stacks from which `_block` takes one entry each, a layer or a period; the first one is differentiated."""
@@ -239,7 +253,7 @@ class ShardedModel:
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **how: bool) -> Callable:
         gather, scatter = (functools.partial(each, names=names) for each in (self.gather, self._scatter_to_dummies))
-        return with_gathered_weights(f, gather, scatter, **how)
+        return functools.partial(with_gathered_weights(f, gather, scatter, **how), key=self.rounding_key)
 
     def _prefetched_layers(self) -> PrefetchedLayers:
         gather, scatter = (
@@ -249,9 +263,10 @@ class ShardedModel:
         block = self.fns.period.in_order(self.fns.blocks)
         return PrefetchedLayers(block, gather, scatter, self.trained_blocks, keys, allocated)
 
-    def _scatter_to_dummies(self, grads: Tree, names: Tree) -> Tree:
-        """Scatters gradients in the dtype of `grad_dummies`."""
-        return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
+    def _scatter_to_dummies(self, grads: Tree, names: Tree, key: KeyWords | None = None) -> Tree:
+        """Scatters gradients in the dtype of `grad_dummies`.  key: rounding_key, as an argument."""
+        scattered = self.plan.scatter(grads, names, self.reduce_dtype, key)
+        return cast(scattered, jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
     def reduce_gradients(self, grads: SplitParams) -> Tree:
         """Completes the sums of the gradients of `grad_argument`, sharded like the parameters."""

@@ -24,11 +24,16 @@ def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
 
 
+def is_coded(path: tuple) -> bool:
+    """True for an array of a quantized matrix.  path: its keys, jax's."""
+    return bool(path) and getattr(path[-1], "key", None) in CODED
+
+
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
     """Casts a tree to this dtype, except for the arrays of quantized matrices."""
 
     def cast_leaf(path: tuple, x: Array) -> Array:
-        return x if path and getattr(path[-1], "key", None) in CODED else x.astype(dtype)
+        return x if is_coded(path) else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 

@@ -34,7 +34,7 @@ from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 
 def plan_on(config: RunConfig, topology: Topology) -> Plan:
     """The plan of a run on hardware that may be absent.  Raises LayoutError if there is none."""
-    plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+    plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind, host=topology.host)
     within = devices_within_domain(plan.mesh, plan.active_axes(MODEL), topology.domain)
     require_model_within_domain(config, plan, plan.layout.model // within)
     if not config.parallel.model_across_hosts:
@@ -54,6 +54,9 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "zero": plan.zero.stage,
         "sequence": plan.sequence,
         "reduce_once": config.parallel.reduce_once,
+        "secondary": plan.secondary,
+        "quantize_gather": config.parallel.quantize_gather if plan.gather_codec else "none",
+        "quantize_scatter": config.parallel.quantize_scatter if plan.scatter_codec else "none",
         "prefetch": list(plan.prefetch),
         "prefetch_chunks": plan.prefetch_chunks,
         "collective_matmul": list(plan.collective_matmul),
@@ -229,6 +232,9 @@ def summary(description: dict[str, Any]) -> str:
     options = [f"ZeRO-{d['zero']}"]
     options += ["sequence parallelism"] if d["sequence"] else []
     options += ["gradients reduced once"] if d["reduce_once"] else []
+    options += ["layers gathered across hosts once"] if d["secondary"] else []
+    options += [f"weights gathered in {d['quantize_gather']}"] if d["quantize_gather"] != "none" else []
+    options += [f"gradients scattered in {d['quantize_scatter']}"] if d["quantize_scatter"] != "none" else []
     options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []

@@ -182,7 +182,7 @@ def costed(config: RunConfig, target: Target, policies: Policies, rejected: Coun
 def make_plan(config: RunConfig, target: Target) -> Plan:
     """The plan of a layout.  Raises LayoutError if it does not divide the parameters."""
     topology = target.topology
-    return abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+    return abstract_plan(config, topology.size, topology.platform, topology.device_kind, host=topology.host)
 
 
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
@@ -315,6 +315,8 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
     layout_checks.layout_uses_all_devices: "the batch is not divisible",
+    layout_checks.codes_are_of_zero_3: "parallel.quantize_gather or quantize_scatter without ZeRO-3",
+    layout_checks.secondary_copies_are_gathered_again: "parallel.secondary without layers to gather again",
     layout_checks.prefetch_has_layers_to_gather: "parallel.prefetch=on",
     layout_checks.products_have_parts: "parallel.collective_matmul=on",
 }

@@ -20,7 +20,7 @@ from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.parallel.groups import Group
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
-from spmd_lm.parallel.mesh import domains_of_model, is_absent, make_mesh
+from spmd_lm.parallel.mesh import devices_per_host, domains_of_model, is_absent, make_mesh
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
@@ -68,9 +68,10 @@ class Program:
         self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None, *, trains: bool = True
     ):
         devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
-        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules)
+        host = devices_per_host(devices)
+        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules, host)
         across_hosts = config.parallel.model_across_hosts
-        mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
+        mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts, rings=plan.rings)
         require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
         self.model = make_model(config, plan.platform, plan, modules)

@@ -59,7 +59,8 @@ def make_train_step(
             return model.losses(params, x, microbatch, shares)
 
         fns = model_fns(model, mean_losses, scan=plan.scan, allocated=plan.platform == "gpu")
-        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
+        rounding_key = (jnp.uint32(config.train.seed), state.step.astype(jnp.uint32)) if plan.rounds_at_random else None
+        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce, rounding_key)
         keys = dropout_keys(model, config.train.seed, state.step, batch)
         microbatches = ModelInput(batch, keys, row_weights(model, config, state, batch))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.compiled_collectives import collective_instructions
+from spmd_lm.analysis.compiled_collectives import collective_instructions, compiled_collectives
 from spmd_lm.analysis.hlo import HloModule
 
 TPU = """HloModule jit_step, is_scheduled=true
@@ -238,3 +238,24 @@ ENTRY %main (x: bf16[8,4], y: f32[8]) -> (f32[8,4], f32[8]) {
 def test_an_all_reduce_that_widens_its_operands_is_read_in_the_dtype_of_its_results():
     (found,) = collective_instructions(HloModule(WIDENING), 4)
     assert (found.dtype, found.num_arrays, found.full_bytes) == ("f32", 2, 4 * (32 + 8))
+
+
+MIXED = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: s8[4,6], b: bf16[4,2]) -> s8[16,6] {
+  %a = s8[4,6]{1,0} parameter(0)
+  %b = bf16[4,2]{1,0} parameter(1)
+  %g = (s8[16,6]{1,0}, bf16[16,2]{1,0}) all-gather(%a, %b), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %r = s8[16,6]{1,0} get-tuple-element(%g), index=0
+}
+"""
+
+
+def test_operands_of_one_collective_count_by_their_dtypes():
+    (found,) = collective_instructions(HloModule(MIXED), 4)
+    assert found.wire_bytes == (16 * 6 + 16 * 2 * 2) * 3 / 4
+    rows = compiled_collectives([found], {"data": 4})
+    assert [(row.dtype, row.count, row.bytes, row.result_bytes) for row in rows] == [
+        ("s8", 1, 16 * 6 * 3 / 4, 16 * 6),
+        ("bf16", 1, 16 * 2 * 2 * 3 / 4, 16 * 2 * 2),
+    ]

@@ -109,6 +109,43 @@ def problems(*overrides: str) -> list[str]:
             "model.rope_theta=10000.0",
         ),
         (
+            "parallel.secondary=within_host parallel.zero=2",
+            "parallel.secondary=within_host with parallel.zero=2: only ZeRO-3 gathers layers more than once",
+            "parallel.zero=3, or parallel.secondary=none",
+        ),
+        (
+            "parallel.secondary=within_host parallel.zero=3 parallel.reduce_once=true",
+            "parallel.secondary=within_host with parallel.reduce_once=true: layers are gathered once per step in any "
+            "case",
+            "parallel.reduce_once=false, or parallel.secondary=none",
+        ),
+        (
+            "parallel.secondary=within_host parallel.zero=3 model.share_layers=true",
+            "parallel.secondary=within_host with model.share_layers=true: a single layer is gathered once per step",
+            "parallel.secondary=none",
+        ),
+        (
+            "parallel.secondary=within_host parallel.zero=3 parallel.partitioner=types",
+            "parallel.secondary=within_host with parallel.partitioner=types: XLA inserts the gathers",
+            "parallel.partitioner=auto, or parallel.secondary=none",
+        ),
+        (
+            "parallel.quantize_gather=int8 parallel.zero=2",
+            "parallel.quantize_gather=int8 with parallel.zero=2: only ZeRO-3 gathers layer by layer",
+            "parallel.zero=3, or parallel.quantize_gather=none",
+        ),
+        (
+            "parallel.quantize_gather=int8 parallel.zero=3 parallel.partitioner=types",
+            "parallel.quantize_gather=int8 with parallel.partitioner=types: XLA inserts the gathers, and sends numbers "
+            "as they are",
+            "parallel.partitioner=auto, or parallel.quantize_gather=none",
+        ),
+        (
+            "parallel.quantize_scatter=int4 parallel.zero=1",
+            "parallel.quantize_scatter=int4 with parallel.zero=1: they are of ZeRO-3, beside coded weights",
+            "parallel.zero=3, or parallel.quantize_scatter=none",
+        ),
+        (
             "parallel.prefetch=on",
             "parallel.prefetch=on with parallel.zero=0: only ZeRO-3 gathers layer by layer",
             "parallel.zero=3, or parallel.prefetch=auto",

@@ -8,7 +8,16 @@ import pytest
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, make_mesh
+from spmd_lm.parallel.mesh import (
+    Layout,
+    Rings,
+    abstract_mesh,
+    devices_per_host,
+    domains_along,
+    domains_of_model,
+    host_rings,
+    make_mesh,
+)
 from spmd_lm.resolve import abstract_plan, layout_on
 from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.step.program import Program
@@ -132,3 +141,52 @@ def test_model_is_two_axes_where_it_is_a_whole_slice():
     assert on_torus(Layout(replica=2, model=16), 4, 4, slices=2) == {"replica": 2, "model0": 4, "model1": 4}
     assert on_torus(Layout(data=2, model=8), 4, 4) == {"data": 2, "model": 8}
     assert on_torus(Layout(model=4), 4) == {"model": 4}  # a ring
+
+
+@pytest.mark.parametrize("devices", [CLUSTER, PROCESS_PER_GPU], ids=["a process per host", "a process per GPU"])
+@pytest.mark.parametrize(
+    ("layout", "rings"),
+    [
+        (Layout(data=16), Rings(4, 4)),
+        (Layout(data=8, model=2), Rings(4, 2)),
+        (Layout(data=8, pipe=2), Rings(4, 2)),
+        (Layout(replica=2, data=8), Rings(2, 4)),
+        (Layout(replica=4, data=4), Rings(1, 4)),
+        (Layout(data=4, model=4), Rings(4, 1)),
+        (Layout(data=2, model=8), Rings(2, 1)),
+    ],
+    ids=str,
+)
+def test_data_is_split_at_the_border_of_hosts(devices, layout, rings):
+    assert host_rings(layout, devices_per_host(devices)) == rings
+    mesh = make_mesh(layout, devices, rings=rings)
+    assert mesh.axis_names == ("pipe", "replica", "data0", "data1", "model")
+    assert domains_along(mesh, ["data1"]) == 1 and domains_along(mesh, ["data0"]) == rings.hosts
+    plain = make_mesh(layout, devices)
+    assert [d.id for d in mesh.devices.flat] == [d.id for d in plain.devices.flat]
+    assert abstract_mesh(layout, rings).shape == mesh.shape
+
+
+def test_simulated_devices_are_halves_of_two_hosts():
+    assert devices_per_host(jax.devices()) is None
+    assert host_rings(Layout(data=6), None) == Rings(2, 3) and host_rings(Layout(data=3), None) == Rings(1, 3)
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("layout", "platform", "kind", "reason"),
+    [
+        ({"data": 8}, "gpu", H100, "all 8 devices of `data` are on one host: nothing is gathered across hosts"),
+        ({"data": 2, "model": 8}, "gpu", H100, "all 2 devices of `data` are on hosts of their own"),
+        ({"data": 8}, "tpu", "TPU v5", "on a TPU: the links of a slice join devices of all its hosts alike"),
+        ({"data": 3}, "cpu", "cpu", "all 3 devices of `data` are on one host"),
+    ],
+)
+def test_a_secondary_copy_needs_a_border_within_data(layout, platform, kind, reason):
+    model = {"heads": 8, "width": 64}
+    config = make_config(model=model, parallel=layout | {"zero": 3, "secondary": "within_host"}, train={"batch": 24})
+    with pytest.raises(LayoutError) as error:
+        abstract_plan(config, layout["data"] * layout.get("model", 1), platform, kind)
+    assert reason in str(error.value) and "Use parallel.secondary=none." in str(error.value)

@@ -912,3 +912,32 @@ def test_a_gpu_s_step_moves_no_more_than_it_did():
     least = sum(traffic["least"].values())
     assert least < traffic["bytes"] and f"must move {least / 1e9:,.1f} GB" in render(result)
     assert all("/spmd_lm/" in row["source"] for row in traffic["kernels"] if row["kind"] == "products")
+
+
+@slow
+@pytest.mark.parametrize("name", ["v5p:4x4x4", "h100:2x8"])
+def test_weights_in_int8_send_half_and_hold_no_more(name):
+    """A TPU's compiler would hold the scales of all entries, in float32."""
+    layout = {"model_keys": {"width": 2048}, "layers": 6, "remat": "full", "model": 1, "zero": 3}
+    exact_weights, codes = audited(name, **layout), audited(name, quantize_gather="int8", **layout)
+    assert codes["ok"], render(codes)
+
+    def gathered(result: dict) -> dict[str, float]:
+        rows = [row for row in result["collectives"] if (row["kind"], row["part"]) == (ALL_GATHER, "weights")]
+        return {dtype: sum(row["bytes"] for row in rows if row["dtype"] == dtype) for dtype in ("s8", "bf16")}
+
+    sent, whole = gathered(codes), gathered(exact_weights)["bf16"]
+    assert sent["s8"] == pytest.approx(whole / 2) and sent["bf16"] < 0.012 * sent["s8"]
+    assert codes["memory"]["temporaries"] < exact_weights["memory"]["temporaries"]
+
+
+@slow
+@pytest.mark.parametrize(("name", "codes"), [("v5p:4x4x4", "s4"), ("h100:2x8", "u8")])
+def test_gradients_in_int4_take_half_a_byte(name, codes):
+    """Two share a uint8 on GPUs, which would send int4 as int8."""
+    keys = {"quantize_gather": "int8", "quantize_scatter": "int4"}
+    keys |= {"secondary": "within_host"} if name.startswith("h100") else {}
+    result = audited(name, model_keys={"width": 1024}, layers=4, remat="full", model=1, zero=3, **keys)
+    assert result["ok"], render(result)
+    sent = [row for row in result["collectives"] if row["part"] == "gradients" and row["kind"] != ALL_REDUCE]
+    assert {row["kind"] for row in sent} == {"all-to-all"} and {row["dtype"] for row in sent} == {codes, "bf16"}
