@@ -471,15 +471,17 @@ class Plan:
         key: of the codes' stochastic rounding, the same on all devices."""
         names, in_order = subset_of(names, grads), self.platform == "cpu"
         scatter = functools.partial(zero.scatter, names=names, zero_axes=self.zero_axes, dtype=dtype, in_order=in_order)
-        if key is not None:  # devices round apart, or their errors would add up
-            key = threefry(key, self._device_index(), jnp.uint32(0))
+        if key is not None:
+            key = threefry(key, self._addend_index(), jnp.uint32(0))
         scatter = functools.partial(scatter, codec=self.scatter_codec, key=key)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
 
-    def _device_index(self) -> Array:
-        """Index of this device in the mesh, uint32."""
-        return lax.axis_index(tuple(self.sizes)).astype(jnp.uint32)
+    def _addend_index(self) -> Array:
+        """Index of this device, uint32, along the axes over which gradients are summed: devices along them round apart,
+        or their errors would add up.  Those along `model` round alike: some have copies of one gradient."""
+        axes = self.active_axes(PIPE, *TOKEN_AXES)
+        return lax.axis_index(axes).astype(jnp.uint32) if axes else jnp.uint32(0)
 
     @remembered
     def _scattered_shape(self, names: DimNames, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -94,9 +94,9 @@ def test_a_search_keeps_to_what_jax_allocates(monkeypatch):
 
 def test_a_search_that_finds_nothing_says_what_would_fit():
     with pytest.raises(ConfigError, match=rf"Set {FRACTION}=0.92, with which [\d,]+ fit, or search on more devices"):
-        search(run(34), [make_target(parse_topology("h200:1x1"))]).fastest()
+        search(run(88), [make_target(parse_topology("h200:1x1"))]).fastest()
     with pytest.raises(ConfigError, match=r"on h200:1x1\. Search on more devices"):
-        search(run(60), [make_target(parse_topology("h200:1x1"))]).fastest()
+        search(run(140), [make_target(parse_topology("h200:1x1"))]).fastest()
 
 
 @pytest.mark.parametrize(

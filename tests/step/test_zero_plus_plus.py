@@ -61,9 +61,7 @@ def int8(parallel: dict, **sections: dict) -> RunConfig:
     return run({"quantize_gather": "int8"} | parallel, **sections)
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in ("padded", "1f1b") else pytest.param(each, marks=slow) for each in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in LAYOUTS])
 def test_layouts_whose_devices_hold_whole_rows_round_weights_alike(name):
     got, want = trained(int8(LAYOUTS[name])), trained(int8({"data": 2}))
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
@@ -86,7 +84,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [each if each == "frozen" else pytest.param(each, marks=slow) for each in ADAPTERS])
 def test_frozen_matrices_are_rounded_and_coded_ones_sent_as_they_are(name):
     configs = [int8({"data": degree}, **ADAPTERS[name]) for degree in (2, 4)]
     got, want = map(trained, configs)
@@ -170,10 +168,8 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize("codes", ["none", "int8"])
-@pytest.mark.parametrize(
-    "name", [each if each in ("padded", "1f1b") else pytest.param(each, marks=slow) for each in RINGS]
-)
+@pytest.mark.parametrize("codes", [pytest.param("none", marks=slow), "int8"])
+@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
 def test_a_secondary_copy_changes_no_bit(name, codes):
     """Of ZeRO-3 on the same two rings; to rounding of one flat ring."""
     config = within_host(RINGS[name] | {"quantize_gather": codes}, train={"batch": 48})
@@ -203,7 +199,8 @@ def test_a_secondary_copy_is_of_the_committed_state():
     assert_equal(states(Program(config, jax.devices()[:4])), states(without_copy(config)))
 
 
-@pytest.mark.parametrize("name", [each if each == "data" else pytest.param(each, marks=slow) for each in RINGS])
+@slow
+@pytest.mark.parametrize("name", RINGS)
 def test_layers_cross_hosts_once_per_step(name):
     config = within_host(RINGS[name], precision=FLOAT32, train={"batch": 48})
     result = audit(config, topology.parse_topology(f"cpu:{degrees(config).devices}"))
@@ -256,11 +253,13 @@ def test_codes_of_gradients_are_sent_as_theory_expects(name, codes):
     assert {row["dtype"] for row in over_data} == {"s8" if codes == "int8" else "u8", "f32"}
 
 
-@pytest.mark.parametrize("name", ["padded", pytest.param("tensor", marks=slow), pytest.param("1f1b", marks=slow)])
+@pytest.mark.parametrize("name", ["copies", *(pytest.param(each, marks=slow) for each in ("padded", "tensor", "1f1b"))])
 def test_the_three_together_leave_replicas_equal_and_draw_the_same_again(name):
-    """A skipped step changes nothing, and a resumed run continues as if it had not ended."""
+    """A skipped step changes nothing, and a resumed run continues as if it had not ended.  Without sequence parallelism
+    devices along `model` have copies of what it does not divide."""
     keys = {"quantize_gather": "int8", "secondary": "within_host", "quantize_scatter": "int4"}
-    config = run(RINGS[name] | keys, train={"batch": 48, "guard": {"exclude": [2]}}, precision=FLOAT32)
+    layout = RINGS | {"copies": {"data": 4, "model": 2}}
+    config = run(layout[name] | keys, train={"batch": 48, "guard": {"exclude": [2]}}, precision=FLOAT32)
     p = Program(config, jax.devices()[: degrees(config).devices])
     state, losses, saved = p.init(), [], None
     for step in range(4):
@@ -305,7 +304,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", [each if each == "block" else pytest.param(each, marks=slow) for each in FORMS])
+@slow
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_layers_rounds_gradients_at_random(form):
     """The key of the rounding crosses jax.checkpoint, loops and custom gradients."""
     sections = {"train": {"batch": 48}, "optim": {"clip": 0.0}} | FORMS[form]
@@ -316,7 +316,8 @@ def test_every_form_of_the_layers_rounds_gradients_at_random(form):
     assert min(errors) > 0.01 and max(errors) < 0.6
 
 
-@pytest.mark.parametrize("name", ["padded", pytest.param("1f1b", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["padded", "1f1b"])
 def test_evaluation_and_logits_are_of_the_same_weights(name):
     p = program(within_host(RINGS[name] | {"quantize_gather": "int8"}, train={"batch": 48}))
     other = without_copy(p.config)
