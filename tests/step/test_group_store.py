@@ -1,5 +1,6 @@
 """Files of offloaded state: what they hold, when they are removed, and how a store refuses, or fails."""
 
+import errno
 import os
 import shutil
 from collections import namedtuple
@@ -10,12 +11,18 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from spmd_lm.checkpoints import inspection
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.leaves import present_fields
+from spmd_lm.checkpoints.restored import restore_state
+from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import ConfigError, Exit, OffloadError, OutputError
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.array_parts import ShardReader
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step import group_store
-from tests.helpers import FLOAT32
+from tests.helpers import FLOAT32, assert_equal
 from tests.step.test_offload import MIXED, make_program, on_host, placed, run
 
 PIPELINE = {"pipe": 2, "chunks": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "breadth_first"}
@@ -151,3 +158,65 @@ def test_what_an_earlier_job_left_is_removed(tmp_path):
         p.offload.store.begin(0, anew=True)
         assert files(tmp_path) == ["process-0", "process-0/0"]
     assert files(tmp_path) == ["process-0"]
+
+
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_links_to_the_files(links, begun, tmp_path, monkeypatch):
+    """Or copies of them, if there are none; and it is what it was once the run has gone on."""
+    p, state, directory = begun
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    log = []
+    checkpoints = Checkpointer(tmp_path, log=log.append)
+    state, _ = run(p, state, range(1))
+    saved = fingerprints(on_host_arrays(p, state))[0]
+    checkpoints.save(1, p.to_save(state), make_meta({}, 0, ""))
+    wait(p)
+    stored = {path.stat().st_ino for path in directory.rglob("*.safetensors")}
+    run(p, state, range(1, 3))
+    checkpoints.close()
+    in_checkpoint = {path.stat().st_ino for path in (tmp_path / "1").glob("group-*.safetensors")}
+    assert len(in_checkpoint) == len(stored) and in_checkpoint.isdisjoint(stored) == (not links)
+    assert ["its files are copied" in line for line in log] == [True] * (not links)
+    record = checkpoints.record(1)
+    assert {path: leaf.fingerprint for path, leaf in record.leaves.items()} == saved
+    assert inspection.verify(checkpoints, 1)["state"] == inspection.INTACT
+    restored = checkpoints.restore(1, p.abstract_canonical())
+    assert fingerprints(present_fields(restored))[0] == saved
+
+    file = tmp_path / "1/group-0-0001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    report = inspection.verify(checkpoints, 1)
+    assert report["state"] == inspection.DAMAGED and [leaf["state"] for leaf in report["leaves"]].count("damaged") == 1
+
+
+def refuse(*_):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+def on_host_arrays(p, state):
+    return present_fields(p.canonical(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=["float32", "mixed"])
+def test_a_run_goes_on_from_it_wherever_state_rests_and_under_any_layout(place, precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1024)
+    sections = {"model": {"layers": 4}, "precision": precision, "optim": {"offload_update": place}}
+    with closing(make(tmp_path / "1", **sections, parallel={"data": 4, "model": 2, "zero": 3})) as p:
+        state, _ = run(p, p.init(), range(2))
+        saved = on_host(p, state)
+        checkpoints = Checkpointer(tmp_path / "run", CheckpointOptions(read_back=True))
+        checkpoints.save(2, p.to_save(state), make_meta({}, 0, ""))
+        checkpoints.close()
+    pipeline = {"pipe": 2, "chunks": 2, "data": 2, "zero": 1, "microbatches": 4, "schedule": "breadth_first"}
+    for parallel in ({"data": 1}, pipeline, {"data": 8, "zero": 3}):
+        for offload in ("disk", "host", "none"):
+            dir = {"offload_dir": None} if offload != "disk" else {}
+            update = {"offload_update": "device"} if offload == "none" else {}
+            optim = sections["optim"] | {"offload": offload} | dir | update
+            with closing(make(tmp_path / "2", **sections | {"optim": optim}, parallel=parallel)) as other:
+                assert_equal(on_host(other, other.from_canonical(restore_state(checkpoints, 2, other))), saved)
