@@ -1,10 +1,15 @@
 """Files of offloaded state: what they hold, when they are removed, and how a store refuses, or fails."""
 
 import errno
+import functools
+import json
 import os
 import shutil
+import sys
+import threading
 from collections import namedtuple
 from contextlib import closing
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +27,8 @@ from spmd_lm.parallel.array_parts import ShardReader
 from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step import group_store
-from tests.helpers import FLOAT32, assert_equal
+from tests import processes
+from tests.helpers import FLOAT32, assert_equal, device_batch
 from tests.step.test_offload import MIXED, make_program, on_host, placed, run
 
 PIPELINE = {"pipe": 2, "chunks": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "breadth_first"}
@@ -220,3 +226,61 @@ def test_a_run_goes_on_from_it_wherever_state_rests_and_under_any_layout(place, 
             optim = sections["optim"] | {"offload": offload} | dir | update
             with closing(make(tmp_path / "2", **sections | {"optim": optim}, parallel=parallel)) as other:
                 assert_equal(on_host(other, other.from_canonical(restore_state(checkpoints, 2, other))), saved)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_memory_holds_three_groups_more_than_the_step_s_program(place, tmp_path):
+    """Anonymous memory, in MiB; devices are the host's processor, so that theirs is in it.  A save takes far less than
+    the state."""
+    code = f"from tests.step.test_group_store import measure; measure({place!r}, {str(tmp_path)!r})"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "MALLOC_TRIM_THRESHOLD_": "0"}
+    ended = processes.finish([sys.executable, "-c", code], env=environment, cwd=processes.ROOT)
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["state"] > 500 and found["state"] / found["group"] > 3.0
+    assert found["update"] - found["program"] < 3 * found["group"], found
+    assert 4 * (found["save"] - found["resting"]) < found["state"], found
+
+
+def measure(place: str, directory: str) -> None:
+    """Prints the figures of a run of 50M parameters, as JSON."""
+    groups.GROUP_ELEMENTS = 2**22
+    model = {"layers": 16, "width": 512, "heads": 8, "context": 32, "vocab": 61}
+    optim, train = {"offload_update": place}, {"batch": 1, "steps": 10}
+    p = make(directory, model=model, precision=MIXED, train=train, optim=optim)
+    state, execute, program = p.init(), p._execute, []
+    vars(p)["_execute"] = lambda *arguments: peak(lambda: execute(*arguments), program)
+    update, save = [], []
+    for step in range(3):
+        state, _ = peak(functools.partial(p.step, state, device_batch(p, step)), update)
+    checkpoints, resting = Checkpointer(Path(directory) / "checkpoints"), anonymous()
+    peak(lambda: checkpoints.save(3, p.to_save(state), make_meta({}, 0, "")), save)
+    peak(checkpoints.close, save)
+    sizes = [12 * group.elements / 2**20 for made in p.offload.groups for group in made]
+    found = {"program": program[-1], "update": update[-1], "save": max(save), "resting": resting}
+    p.close()
+    print(json.dumps(found | {"group": max(sizes), "state": sum(sizes)}))
+
+
+def anonymous() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+def peak(call, peaks: list[float]):
+    """The call's result; adds the most anonymous memory that was seen meanwhile."""
+    most, ended = [anonymous()], threading.Event()
+
+    def sample():
+        while not ended.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    try:
+        return jax.block_until_ready(call())
+    finally:
+        ended.set()
+        sampling.join()
+        peaks.append(most[0])
