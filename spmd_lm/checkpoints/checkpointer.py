@@ -5,6 +5,8 @@ verify what it reads.  So every save is polled between steps; a checkpoint count
 fingerprint of every array, taken on the devices before the save; restored arrays are compared with it (ADR 0017)."""
 
 import dataclasses
+import functools
+import operator
 import os
 import secrets
 import shutil
@@ -53,12 +55,13 @@ from spmd_lm.checkpoints.record import (
     file_sizes,
     read_record,
 )
-from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
+from spmd_lm.checkpoints.storage import OrbaxStorage, Response, ShardStorage, Storage, holds_parts
 from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
-from spmd_lm.parallel.fingerprint import fingerprints
-from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
+from spmd_lm.parallel.fingerprint import StoredLeaf, Sums, fingerprints
+from spmd_lm.parallel.host_memory import PINNED
+from spmd_lm.parallel.trees import LaterLeaf, Tree, from_paths, leaves_by_path, subset_of
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import is_number, lower_is_better
 from spmd_lm.runtime.processes import allgather_objects
@@ -109,6 +112,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
         self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
         self.storage = storage or OrbaxStorage()
+        self._parts = ShardStorage(shared=True, log=log)
         self._background = ThreadPoolExecutor(1, "checkpoint")  # for work that would delay the next step
         self._deletions: list[Future[str]] = []
         self._saving: Saving | None = None
@@ -174,14 +178,16 @@ class Checkpointer:
     def meta(self, step: int) -> Meta:
         return self.record(step).meta
 
-    def restore(self, step: int, abstract_state: Tree) -> Tree:
+    def restore(self, step: int, abstract_state: Tree, *, on_host_later: bool = False) -> Tree:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`.
+
+        on_host_later: arrays that are to be in pinned host memory are LaterLeafs.
 
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
         DamagedCheckpointError, naming leaves or files, if a second attempt to read fails too.  Extra
         OPTIONAL_FIELDS are not read, and missing ones become None.  Moments of newly frozen parameters are not read,
         and those of newly trained ones are left out; both are logged."""
-        fields = self._restore_fields(step, present_fields(abstract_state))
+        fields = self._restore_fields(step, present_fields(abstract_state), later=on_host_later)
         return fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
@@ -208,7 +214,7 @@ class Checkpointer:
         """The damage of one array, read on one device; '' if it is intact."""
         try:
             with self.reading(record.step) as directory:
-                loaded = self.storage.load(directory, one_leaf(record, path))
+                loaded = self._storage_of(directory).load(directory, one_leaf(record, path))
         except DamagedCheckpointError as damage:
             return damage.what
         return self._difference(record, loaded)
@@ -221,19 +227,24 @@ class Checkpointer:
         if not self.storage.shared:  # no process deletes what another one may still need
             allgather_objects(f"saved before {step}", None)
         fields = present_fields(state)
-        prints, finite = fingerprints(fields)
-        if not finite:
+        by_path = leaves_by_path(fields)
+        stored = {path: leaf for path, leaf in by_path.items() if isinstance(leaf, StoredLeaf)}
+        prints, finite = fingerprints({path: leaf for path, leaf in by_path.items() if path not in stored})
+        sums = _total_sums(step, stored) if stored else {}
+        if not (finite and all(each.finite for each in sums.values())):
             raise NonFiniteError(f"the state after step {step} is not finite")
+        prints |= {path: str(each) for path, each in sums.items()}
         leaves = {
             path: SavedLeaf(shape=[*leaf.shape], dtype=str(leaf.dtype), fingerprint=prints[path])
-            for path, leaf in leaves_by_path(fields).items()
+            for path, leaf in by_path.items()
         }
         record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
         abstract = jax.tree.map(abstract_array, fields) if self._options.read_back else {}
         with self._writing(record):
             if self._writes_records:
                 self._log_each(*remove_unfinished(self.directory))
-            response = self.storage.save(self.path(step).with_suffix(SAVING), fields)
+            storage = self._parts if stored and self.storage.shared else self.storage
+            response = storage.save(self.path(step).with_suffix(SAVING), fields)
             self._saving = Saving(record, abstract, self._background.submit(self._write_record, record, response))
         if self._options.read_back or not self._options.asynchronous:  # all processes read it back at once
             self.wait()
@@ -293,7 +304,7 @@ class Checkpointer:
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
-            problem = self._difference(record, self.storage.load(partial, saving.abstract))
+            problem = self._read_back(record, partial, leaves_by_path(saving.abstract))
             if problem := first_problem(f"read back {step}", problem):
                 raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
@@ -301,6 +312,18 @@ class Checkpointer:
         if os.path.lexists(final):
             self._log(f"{final} is in the way: moved to {move_aside(final, FOREIGN).name}.")
         partial.rename(final)
+
+    def _read_back(self, record: CheckpointRecord, path: Path, abstract: Shapes) -> str:
+        """`_difference` of all leaves: those on the host one after the other."""
+        on_host = [name for name, leaf in abstract.items() if leaf.sharding.memory_kind == PINNED]
+        parts = [[name for name in abstract if name not in on_host], *([name] for name in on_host)]
+        of_parts = ({name: abstract[name] for name in names} for names in parts)
+        loaded = (self._storage_of(path).load(path, unflatten_dict(part, sep=".")) for part in of_parts)
+        return next(filter(None, (self._difference(record, each) for each in loaded)), "")
+
+    def _storage_of(self, path: Path) -> Storage:
+        """What reads this checkpoint: a run that keeps state in files saves others than orbax's."""
+        return self._parts if self.storage.shared and holds_parts(path) else self.storage
 
     def _delete_oldest(self) -> None:
         """Deletes the checkpoints that are not kept; the next save retries what fails."""
@@ -345,7 +368,9 @@ class Checkpointer:
         (name, *_) = allgather_objects("quarantine", name)
         self._log(f"{damage} It was moved to {name}.")
 
-    def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
+    def _restore_fields(
+        self, step: int, fields: dict[str, Tree], partial: bool = False, later: bool = False
+    ) -> dict[str, Tree]:
         """Fields of a saved state, None for missing OPTIONAL_FIELDS.  partial: ignore all other saved fields."""
         record = self.agreed_record(step)
         shapes = saved_shapes(record)
@@ -369,9 +394,23 @@ class Checkpointer:
                 present["opt_state"],
                 is_leaf=lambda x: isinstance(x, dict),
             )
-        loaded = self._load(record, present)
+        loaded = self._load_in_part(record, present) if later else self._load(record, present)
         self._log_each(*(f"{self.path(step)}: {line}." for line in describe_moments(new, unread)))
         return dict.fromkeys(fields) | loaded
+
+    def _load_in_part(self, record: CheckpointRecord, present: dict[str, Tree]) -> dict[str, Tree]:
+        """`_load`, with a LaterLeaf for each array that is to be in pinned host memory."""
+        leaves: dict[str, Any] = leaves_by_path(present)
+        on_host = {name: leaf for name, leaf in leaves.items() if leaf.sharding.memory_kind == PINNED}
+        now = {name: leaf for name, leaf in leaves.items() if name not in on_host}
+        leaves |= leaves_by_path(self._load(record, unflatten_dict(now, sep=".")))
+        for name, leaf in on_host.items():
+            wanted = unflatten_dict({name: leaf}, sep=".")
+            leaves[name] = LaterLeaf(functools.partial(self._load_leaf, record, wanted))
+        return from_paths(leaves, present)
+
+    def _load_leaf(self, record: CheckpointRecord, wanted: dict[str, Tree]) -> jax.Array:
+        return jax.tree.leaves(self._load(record, wanted))[0]
 
     def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree]) -> dict[str, Tree]:
         """Loads arrays; retries once after damage, which may be a fault in reading, or in one process alone."""
@@ -380,7 +419,7 @@ class Checkpointer:
             loaded, problem = {}, ""
             try:
                 with self.reading(step):
-                    loaded = self.storage.load(path, abstract_fields)
+                    loaded = self._storage_of(path).load(path, abstract_fields)
             except DamagedCheckpointError as damage:
                 problem = damage.what
             problem = first_problem(f"load {step} {attempt}", problem)  # comparing takes all processes
@@ -428,6 +467,16 @@ class Checkpointer:
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}, and it takes up to {size:,}. "
                 f"Older checkpoints are as they were: {', '.join(map(str, self.steps())) or 'none'}."
             ) from error
+
+
+def _total_sums(step: int, stored: dict[str, StoredLeaf]) -> dict[str, Sums]:
+    """The fingerprints of whole arrays, from the parts of all processes, each counted once."""
+    own = {path: [[list(bounds), *sums] for bounds, sums in leaf.parts.items()] for path, leaf in stored.items()}
+    parts: dict[str, dict[str, Sums]] = {path: {} for path in stored}
+    for of_process in allgather_objects(f"parts of {step}", own):
+        for path, found in of_process.items():
+            parts[path] |= {str(bounds): Sums(*sums) for bounds, *sums in found}
+    return {path: functools.reduce(operator.add, found.values()) for path, found in parts.items()}
 
 
 def first_problem(subject: str, problem: str) -> str:

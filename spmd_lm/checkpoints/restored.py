@@ -66,8 +66,10 @@ def meta_of_base(
 
 
 def restore_state(checkpoints: Checkpointer, step: int, program: Program) -> TrainState:
-    """The canonical state of `step`.  Raises like Checkpointer.restore, and CheckpointError if its base is missing."""
-    state = checkpoints.restore(step, program.saved_part(program.abstract_canonical()))
+    """The canonical state of `step`, with LaterLeafs for what is offloaded.  Raises like Checkpointer.restore, and
+    CheckpointError if its base is missing."""
+    abstract = program.saved_part(program.abstract_canonical())
+    state = checkpoints.restore(step, abstract, on_host_later=True)
     return dataclasses.replace(state, params=_with_base(state.params, checkpoints.agreed_record(step).meta, program))
 
 

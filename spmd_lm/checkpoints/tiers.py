@@ -48,7 +48,9 @@ class Tiers:
                 self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
         # One process can be a save behind another, so it takes two for all to have one in common.
         changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False, "keep_best": None}
-        self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
+        self.local = Checkpointer(
+            own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage(log=self._log)
+        )
 
     def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:
         """The newest usable local step that all processes of the job have."""

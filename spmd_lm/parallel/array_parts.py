@@ -1,13 +1,27 @@
 """Parts of arrays in safetensors files, as bytes because safetensors lacks some of jax's dtypes.  A part's key is its
 array's path and its bounds, as in 'params.head.table|0:64,32:64'."""
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from spmd_lm.files import safetensors_header
+
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop of a part of an array, in each dimension."""
+
+
+def header_of_parts(sizes: Mapping[str, int]) -> bytes:
+    """The beginning of a file of parts, in this order.  sizes: bytes of each, by key."""
+    ends = itertools.accumulate(sizes.values(), initial=0)
+    entries = {
+        key: {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
+        for (key, size), start in zip(sizes.items(), ends, strict=False)
+    }
+    return safetensors_header(entries)
 
 
 class ShardReader:

@@ -3,7 +3,9 @@
 Each 32-bit word is mixed with its position by invertible steps, those of MurmurHash3's finalizer, so a change of one
 word always changes the first sum.  One in 2^64 changes of several words goes unnoticed."""
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +80,19 @@ def fingerprints(tree: Tree) -> tuple[dict[str, str], bool]:
 
 def _measure_anywhere(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return measure(x) if x.sharding.memory_kind != PINNED else jax.block_until_ready(measure(moved(x, DEVICE)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredLeaf:
+    """An array of a state that rests in files, which are not changed.
+    parts: those of this process, in the files.
+    sharding: of the array, once it is read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    parts: dict[Bounds, "Sums"]
+    files: tuple[Path, ...]
 
 
 CHUNK = 2**14  # words, so that a pass over them stays in a core's cache

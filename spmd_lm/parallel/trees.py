@@ -1,5 +1,6 @@
 """Trees of arrays: casts, sums, subsets, and the residuals of a VJP, which is a pytree too."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,18 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
     """The leaves of a tree of dicts and dataclasses by path, as in 'blocks.attention.query'."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterLeaf:
+    """An array that is read when it is needed."""
+
+    read: Callable[[], Array]
+
+
+def read_now(tree: Tree) -> Tree:
+    """The tree with arrays in place of LaterLeafs."""
+    return jax.tree.map(lambda x: x.read() if isinstance(x, LaterLeaf) else x, tree)
 
 
 def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:

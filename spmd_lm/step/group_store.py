@@ -20,10 +20,11 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from spmd_lm.errors import ConfigError, OffloadError
-from spmd_lm.files import create, safetensors_header, write_atomically
-from spmd_lm.parallel.array_parts import Bounds, part_key, sizes_of
-from spmd_lm.parallel.fingerprint import Sums, sums_of_part
+from spmd_lm.files import create, write_atomically
+from spmd_lm.parallel.array_parts import Bounds, header_of_parts, part_key, sizes_of
+from spmd_lm.parallel.fingerprint import StoredLeaf, Sums, sums_of_part
 from spmd_lm.parallel.groups import Group
+from spmd_lm.parallel.host_memory import PINNED
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.runtime.directories import is_locked, lock_directory
 from spmd_lm.runtime.formatting import format_bytes, parse_count
@@ -84,8 +85,7 @@ class Part(NamedTuple):
     """A part of a canonical array in a group's file.
     tree, path, number: it is of the n-th distinct shard of this array of this tree.
     within: its place in that shard.
-    name, bounds: in the canonical state.
-    start: byte in the file's data."""
+    name, bounds: in the canonical state."""
 
     tree: int
     path: str
@@ -93,7 +93,6 @@ class Part(NamedTuple):
     within: tuple[slice, ...]
     name: str
     bounds: Bounds
-    start: int
     size: int
 
 
@@ -150,7 +149,7 @@ class InFiles:
         return {group: self._layout(group) for group in self._groups}
 
     def _layout(self, group: Group) -> Layout:
-        parts, shapes, end = list[Part](), {}, 0
+        parts, shapes = list[Part](), {}
         for tree, (prefix, dtypes) in enumerate(self._arrays):
             for path in (".".join(keys) for keys in group.paths if dtypes):
                 dtype = dtypes[path]
@@ -158,17 +157,9 @@ class InFiles:
                     shapes[tree, path, number] = tuple(sizes_of(bounds)), dtype
                     for within, canonical in self._shards.canonical_parts(path, group, bounds):
                         size = math.prod(sizes_of(canonical)) * dtype.itemsize
-                        parts.append(Part(tree, path, number, within, f"{prefix}.{path}", canonical, end, size))
-                        end += size
-        entries = {
-            part_key(part.name, part.bounds): {
-                "dtype": "U8",
-                "shape": [part.size],
-                "data_offsets": [part.start, part.start + part.size],
-            }
-            for part in parts
-        }
-        return Layout(safetensors_header(entries), tuple(parts), shapes)
+                        parts.append(Part(tree, path, number, within, f"{prefix}.{path}", canonical, size))
+        header = header_of_parts({part_key(part.name, part.bounds): part.size for part in parts})
+        return Layout(header, tuple(parts), shapes)
 
     # ---- the directory
 
@@ -278,6 +269,29 @@ class InFiles:
         with writing(self.directory / COMMITTED):
             write_atomically(self.directory / COMMITTED, f"{step}\n")
             self._empty(but=str(step))
+
+    # ---- for a checkpoint
+
+    def leaves(self, states: Sequence[StoredGroup], like: Trees) -> Trees:
+        """A StoredLeaf for each canonical array, and {} for masters that are not kept.  like: shapes, dtypes and
+        shardings of canonical arrays."""
+        if self._committed:
+            self._committed.result()
+        found: dict[tuple[int, str], tuple[dict[Bounds, Sums], dict[Path, None]]] = {}
+        for state in states:
+            for part, sums in zip(self.layouts[state.group].parts, state.written.result(), strict=True):
+                parts, files = found.setdefault((part.tree, part.path), ({}, {}))
+                parts[part.bounds], files[state.path] = sums, None
+
+        def leaf(tree: int, path: str, x: jax.ShapeDtypeStruct) -> StoredLeaf:
+            parts, files = found[tree, path]
+            sharding = x.sharding.with_memory_kind(PINNED)
+            return StoredLeaf(x.shape, np.dtype(x.dtype), sharding, parts, tuple(files))
+
+        return tuple(
+            unflatten_dict({p: leaf(number, p, x) for p, x in leaves_by_path(tree).items() if dtypes}, sep=".")
+            for number, (tree, (_, dtypes)) in enumerate(zip(like, self._arrays, strict=True))
+        )
 
     # ---- reading back
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +25,7 @@ from spmd_lm.parallel.mesh import devices_per_host, domains_of_model, is_absent,
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
-from spmd_lm.parallel.trees import Tree, exclude, from_paths, leaves_by_path, merge, subset_of
+from spmd_lm.parallel.trees import Tree, exclude, from_paths, leaves_by_path, merge, read_now, subset_of
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
 from spmd_lm.runtime.compiler_workarounds import exclusive_first_call
 from spmd_lm.runtime.xla_options import options_for
@@ -203,6 +204,19 @@ class Program:
                 trees[number] = merge(others, on_host(offload.whole(number, weights, groups, states)))
         return with_trees(canonical, names, trees)
 
+    def to_save(self, state: TrainState) -> TrainState:
+        """`canonical`, with a StoredLeaf for each array that rests in files."""
+        if self.offload is None or not isinstance(self.offload.store, InFiles):
+            return self.canonical(state)
+        offloaded, store = self.offload.tree, self.offload.store
+        state_of_vectors = state.on_device.map_params(lambda tree: exclude(tree, offloaded))
+        saved, weights = self._canonical(state_of_vectors), subset_of(state.params, offloaded)
+        like = self._abstract(subset_of(self.plan.shapes, weights), self.plan.canonical_specs)
+        masters, *moments = store.leaves([*itertools.chain(*state.offloaded)], trees_of(like, self.plan.names))
+        if not masters:
+            masters = _fit(self._reorder(weights, self.plan.to_model_order), like.params)
+        return saved.merge(with_trees(state.on_device, self.plan.names, [masters, *moments]))
+
     def _canonical(self, part: TrainState) -> TrainState:
         """`canonical` of a part of the state on devices."""
         in_order = self._reorder(part, lambda part: part.map_params(self.plan.to_model_order))
@@ -210,7 +224,8 @@ class Program:
         return _fit(in_order, like)
 
     def from_canonical(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and in stage order.  Missing OPTIONAL_FIELDS and moments start anew."""
+        """A canonical state, padded and in stage order; what is offloaded may be LaterLeafs.  Missing OPTIONAL_FIELDS
+        and moments start anew."""
         new: dict[str, Any] = {
             "loss_scale": init_loss_scale(self.config.precision),
             "loss_window": init_loss_window(self.config.train.guard),
@@ -220,7 +235,7 @@ class Program:
         canonical = dataclasses.replace(canonical, **placed)
 
         def padded(part: Callable[[Tree], Tree]) -> TrainState:
-            of_part = moved(canonical.map_params(part), DEVICE) if self.offload else canonical
+            of_part = moved(read_now(canonical.map_params(part)), DEVICE) if self.offload else canonical
             of_part = dataclasses.replace(of_part, opt_state=self._with_all_moments(of_part))
             in_model_order = _fit(of_part, self._abstract_padded(part))
             return self._reorder(in_model_order, lambda state: state.map_params(self.plan.to_stage_order))

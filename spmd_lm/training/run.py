@@ -178,7 +178,7 @@ class TrainingRun:
             meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary, self.rules)
             figures = self.logged if self.logged.get("step") == self.step else {}
             meta |= {"start": self.status.restarts, "devices": jax.device_count(), "figures": without_nan(figures)}
-            saved = self.step, self.program.saved_part(self.program.canonical(self.state)), meta | self.base
+            saved = self.step, self.program.saved_part(self.program.to_save(self.state)), meta | self.base
             try:
                 if local:
                     self._or_end(lambda: self.tiers.save_local(*saved))

@@ -160,7 +160,7 @@ def test_a_failed_local_save_ends_the_run_with_a_durable_one(tmp_path, monkeypat
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spmd_lm.checkpoints.storage.save_file", fail)
+    monkeypatch.setattr("spmd_lm.checkpoints.storage.create", fail)
     sentence = r"(?s)0-of-1/2 was not saved: OSError: .*No space left.*Make room there.* Step \d is saved"
     with pytest.raises(OutputError, match=sentence) as told:
         loop.train(config_with_local(tmp_path))

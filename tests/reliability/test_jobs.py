@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.jobs import Job
+from spmd_lm.cli import main
+from spmd_lm.errors import Exit
+from tests.reliability.jobs import Job, losses
 
 SECRETS = {"WANDB_API_KEY": "sekret-wandb-0123", "HF_TOKEN": "sekret-hf-4567", "AWS_SECRET_ACCESS_KEY": "sekret-aws-89"}
 LISTENING = "0A"
@@ -95,3 +97,17 @@ def test_a_part_that_one_process_reads_is_damage_for_both(tmp_path):
         assert job.exit_codes() == [0, 0]
     first = job.outputs[0].read_text()
     assert "11 is damaged" in first and "It was moved to 11.corrupt." in first and "resuming after step 10" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 2])
+def test_processes_that_keep_state_in_files_make_the_same_run(zero, tmp_path):
+    """Each its own files, also of what all have; and one checkpoint, in which everything is counted once."""
+    keys = ["train.steps=10", "parallel.data=4", f"parallel.zero={zero}"]
+    for name in ("disk", "none"):
+        with Job(tmp_path / name, *keys, f"optim.offload={name}") as job:
+            assert job.exit_codes() == [Exit.DONE, Exit.DONE], [path.read_text() for path in job.outputs]
+    runs = [tmp_path / name for name in ("disk", "none")]
+    assert losses(runs[0]) == losses(runs[1])
+    assert main(["ckpt", "diff", *(f"{run}@10" for run in runs)]) == Exit.DONE
+    assert len([*(runs[0] / "checkpoints/10").glob("group-*.safetensors")]) == 2 and not (runs[0] / "offload").exists()

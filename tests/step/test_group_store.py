@@ -1,21 +1,34 @@
 """Files of offloaded state: what they hold, when they are removed, and how a store refuses, or fails."""
 
+import errno
+import functools
+import json
 import os
 import shutil
+import sys
+import threading
 from collections import namedtuple
 from contextlib import closing
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from spmd_lm.checkpoints import inspection
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.leaves import present_fields
+from spmd_lm.checkpoints.restored import restore_state
+from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import ConfigError, Exit, OffloadError, OutputError
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.array_parts import ShardReader
+from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step import group_store
-from tests.helpers import FLOAT32
+from tests import processes
+from tests.helpers import FLOAT32, assert_equal, device_batch
 from tests.step.test_offload import MIXED, make_program, on_host, placed, run
 
 PIPELINE = {"pipe": 2, "chunks": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "breadth_first"}
@@ -151,3 +164,123 @@ def test_what_an_earlier_job_left_is_removed(tmp_path):
         p.offload.store.begin(0, anew=True)
         assert files(tmp_path) == ["process-0", "process-0/0"]
     assert files(tmp_path) == ["process-0"]
+
+
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_links_to_the_files(links, begun, tmp_path, monkeypatch):
+    """Or copies of them, if there are none; and it is what it was once the run has gone on."""
+    p, state, directory = begun
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    log = []
+    checkpoints = Checkpointer(tmp_path, log=log.append)
+    state, _ = run(p, state, range(1))
+    saved = fingerprints(on_host_arrays(p, state))[0]
+    checkpoints.save(1, p.to_save(state), make_meta({}, 0, ""))
+    wait(p)
+    stored = {path.stat().st_ino for path in directory.rglob("*.safetensors")}
+    run(p, state, range(1, 3))
+    checkpoints.close()
+    in_checkpoint = {path.stat().st_ino for path in (tmp_path / "1").glob("group-*.safetensors")}
+    assert len(in_checkpoint) == len(stored) and in_checkpoint.isdisjoint(stored) == (not links)
+    assert ["its files are copied" in line for line in log] == [True] * (not links)
+    record = checkpoints.record(1)
+    assert {path: leaf.fingerprint for path, leaf in record.leaves.items()} == saved
+    assert inspection.verify(checkpoints, 1)["state"] == inspection.INTACT
+    restored = checkpoints.restore(1, p.abstract_canonical())
+    assert fingerprints(present_fields(restored))[0] == saved
+
+    file = tmp_path / "1/group-0-0001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    report = inspection.verify(checkpoints, 1)
+    assert report["state"] == inspection.DAMAGED and [leaf["state"] for leaf in report["leaves"]].count("damaged") == 1
+
+
+def refuse(*_):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+def on_host_arrays(p, state):
+    return present_fields(p.canonical(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=["float32", "mixed"])
+def test_a_run_goes_on_from_it_wherever_state_rests_and_under_any_layout(place, precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1024)
+    sections = {"model": {"layers": 4}, "precision": precision, "optim": {"offload_update": place}}
+    with closing(make(tmp_path / "1", **sections, parallel={"data": 4, "model": 2, "zero": 3})) as p:
+        state, _ = run(p, p.init(), range(2))
+        saved = on_host(p, state)
+        checkpoints = Checkpointer(tmp_path / "run", CheckpointOptions(read_back=True))
+        checkpoints.save(2, p.to_save(state), make_meta({}, 0, ""))
+        checkpoints.close()
+    pipeline = {"pipe": 2, "chunks": 2, "data": 2, "zero": 1, "microbatches": 4, "schedule": "breadth_first"}
+    for parallel in ({"data": 1}, pipeline, {"data": 8, "zero": 3}):
+        for offload in ("disk", "host", "none"):
+            dir = {"offload_dir": None} if offload != "disk" else {}
+            update = {"offload_update": "device"} if offload == "none" else {}
+            optim = sections["optim"] | {"offload": offload} | dir | update
+            with closing(make(tmp_path / "2", **sections | {"optim": optim}, parallel=parallel)) as other:
+                assert_equal(on_host(other, other.from_canonical(restore_state(checkpoints, 2, other))), saved)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_memory_holds_three_groups_more_than_the_step_s_program(place, tmp_path):
+    """Anonymous memory, in MiB; devices are the host's processor, so that theirs is in it.  A save takes far less than
+    the state."""
+    code = f"from tests.step.test_group_store import measure; measure({place!r}, {str(tmp_path)!r})"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "MALLOC_TRIM_THRESHOLD_": "0"}
+    ended = processes.finish([sys.executable, "-c", code], env=environment, cwd=processes.ROOT)
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["state"] > 500 and found["state"] / found["group"] > 3.0
+    assert found["update"] - found["program"] < 3 * found["group"], found
+    assert 4 * (found["save"] - found["resting"]) < found["state"], found
+
+
+def measure(place: str, directory: str) -> None:
+    """Prints the figures of a run of 50M parameters, as JSON."""
+    groups.GROUP_ELEMENTS = 2**22
+    model = {"layers": 16, "width": 512, "heads": 8, "context": 32, "vocab": 61}
+    optim, train = {"offload_update": place}, {"batch": 1, "steps": 10}
+    p = make(directory, model=model, precision=MIXED, train=train, optim=optim)
+    state, execute, program = p.init(), p._execute, []
+    vars(p)["_execute"] = lambda *arguments: peak(lambda: execute(*arguments), program)
+    update, save = [], []
+    for step in range(3):
+        state, _ = peak(functools.partial(p.step, state, device_batch(p, step)), update)
+    checkpoints, resting = Checkpointer(Path(directory) / "checkpoints"), anonymous()
+    peak(lambda: checkpoints.save(3, p.to_save(state), make_meta({}, 0, "")), save)
+    peak(checkpoints.close, save)
+    sizes = [12 * group.elements / 2**20 for made in p.offload.groups for group in made]
+    found = {"program": program[-1], "update": update[-1], "save": max(save), "resting": resting}
+    p.close()
+    print(json.dumps(found | {"group": max(sizes), "state": sum(sizes)}))
+
+
+def anonymous() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+def peak(call, peaks: list[float]):
+    """The call's result; adds the most anonymous memory that was seen meanwhile."""
+    most, ended = [anonymous()], threading.Event()
+
+    def sample():
+        while not ended.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    try:
+        return jax.block_until_ready(call())
+    finally:
+        ended.set()
+        sampling.join()
+        peaks.append(most[0])

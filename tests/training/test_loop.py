@@ -91,7 +91,7 @@ class FakeProgram:
     def canonical(self, state):
         return state
 
-    from_canonical = saved_part = canonical
+    from_canonical = saved_part = to_save = canonical
 
     def initial_params(self, paths):
         return {}
