@@ -255,8 +255,8 @@ def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
     rate, n = learning_rate(o, steps, step), step + 1
 
     def update(path, p, m, v, g, trainable):
-        m = o.b1 * m + (1 - o.b1) * (g * shrink)
-        v = o.b2 * v + (1 - o.b2) * (g * shrink) ** 2
+        m = np.where(trainable, o.b1 * m + (1 - o.b1) * (g * shrink), m)
+        v = np.where(trainable, o.b2 * v + (1 - o.b2) * (g * shrink) ** 2, v)
         move = (m / (1 - o.b1**n)) / (np.sqrt(v / (1 - o.b2**n)) + o.eps)
         vector = path[-1].key.endswith(("bias", "scale"))
         return p - rate * (move + (0 if vector else o.weight_decay) * p) * trainable, m, v

@@ -61,7 +61,7 @@ class CollectiveInstruction:
         return sum(self.stage_counts) / len(self.stage_counts)
 
     def by_dtype(self) -> Iterator["CollectiveInstruction"]:
-        """Itself, in one for each dtype of its operands: compilers merge gathers of several dtypes."""
+        """Splits it by the dtypes of its operands: compilers merge gathers of several."""
         total = sum(size for _, size in self.operands)
         for dtype in dict.fromkeys(dtype for dtype, _ in self.operands):
             operands = tuple(each for each in self.operands if each[0] == dtype)

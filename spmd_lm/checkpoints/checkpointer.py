@@ -58,7 +58,7 @@ from spmd_lm.checkpoints.record import (
 from spmd_lm.checkpoints.storage import OrbaxStorage, Response, ShardStorage, Storage, holds_parts
 from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
-from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError, ReplicaError
 from spmd_lm.parallel.fingerprint import StoredLeaf, Sums, fingerprints
 from spmd_lm.parallel.host_memory import PINNED
 from spmd_lm.parallel.trees import LaterLeaf, Tree, from_paths, leaves_by_path, subset_of
@@ -304,6 +304,7 @@ class Checkpointer:
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
+            allgather_objects(f"written {step}", None)  # a ShardStorage waits in the first process alone
             problem = self._read_back(record, partial, leaves_by_path(saving.abstract))
             if problem := first_problem(f"read back {step}", problem):
                 raise DamagedCheckpointError(partial, problem)
@@ -470,12 +471,18 @@ class Checkpointer:
 
 
 def _total_sums(step: int, stored: dict[str, StoredLeaf]) -> dict[str, Sums]:
-    """The fingerprints of whole arrays, from the parts of all processes, each counted once."""
+    """The fingerprints of whole arrays, from the parts of all processes, each counted once.  Raises ReplicaError if
+    copies of a part differ."""
     own = {path: [[list(bounds), *sums] for bounds, sums in leaf.parts.items()] for path, leaf in stored.items()}
     parts: dict[str, dict[str, Sums]] = {path: {} for path in stored}
     for of_process in allgather_objects(f"parts of {step}", own):
         for path, found in of_process.items():
-            parts[path] |= {str(bounds): Sums(*sums) for bounds, *sums in found}
+            for bounds, *sums in found:
+                if parts[path].setdefault(str(bounds), Sums(*sums)) != Sums(*sums):
+                    raise ReplicaError(
+                        f"step {step}: processes have different copies of {path}. A device or a host computed or "
+                        "remembered wrongly. Train again: it resumes from the last checkpoint."
+                    )
     return {path: functools.reduce(operator.add, found.values()) for path, found in parts.items()}
 
 

@@ -119,6 +119,8 @@ class ShardStorage:
         for file, target in refused:
             with file, create(target) as copy:
                 shutil.copyfileobj(file, copy, 2**24)
+                copy.flush()
+                os.fsync(copy.fileno())
         process, processes = jax.process_index(), jax.process_count()
         name = f"shards-{process}-of-{processes}.safetensors" if self.shared else SHARDS_FILE
         partial = path / f"{name}.tmp"

@@ -41,8 +41,8 @@ class Codec:
 
     def encode(self, x: Array, key: KeyWords | None = None) -> Coded:
         """Rounds each entry to a multiple of its block's absmax / largest: the nearest one or, with a `key`, one of the
-        two nearest at random, so that its mean is the entry.  An entry that is not finite makes its whole block NaN, so
-        that a step's guard sees it.
+        two nearest at random, so that its mean is the entry.  An entry that is not finite makes its block NaN, on a TPU
+        its row, so that a step's guard sees it.
 
         Encoding what `decode` returns yields the same codes: absmax, rounded to bfloat16, is one of the values."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -208,7 +208,8 @@ def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
         other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
         if checks.problems(dict(other)):
             continue
-        other_plan = abstract_plan(other, plan.layout.devices, plan.platform, plan.device_kind)
+        host = plan.rings.within * stages * plan.layout.model if plan.rings else None
+        other_plan = abstract_plan(other, plan.layout.devices, plan.platform, plan.device_kind, host=host)
         total = sum(memory.table(other, other_plan).values())
         wire = sum(row.bytes for row in expected_collectives(other, other_plan))
         bubble = schedules.make_schedule(kind, stages, p.microbatches, chunks).bubble

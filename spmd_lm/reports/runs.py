@@ -16,7 +16,7 @@ from spmd_lm.config.load import CONFIG_FILE, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.memory import COMPILERS
-from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.errors import ConfigError, Exit, LayoutError
 from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.planning.plan_report import describe
 from spmd_lm.reports.page import (
@@ -127,7 +127,11 @@ def _plan_layout(run: RunFiles, config: RunConfig) -> None:
     if why:
         run.problems.append(f"No layout, because {why}.")
         return
-    plan = abstract_plan(config, devices, platform, kind)
+    try:
+        plan = abstract_plan(config, devices, platform, kind)
+    except LayoutError as error:  # status.json does not say how many devices its hosts had
+        run.problems.append(f"No layout, if its hosts are those of the hardware table: {error}")
+        return
     run.plan = describe(config, plan)
     run.collectives = [asdict(row) for row in expected_collectives(config, plan)]
 

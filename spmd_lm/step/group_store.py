@@ -1,4 +1,4 @@
-"""Where groups of offloaded state rest between steps: in memory, or in files (ZeRO-Infinity, arXiv:2104.07857).
+"""Stores of groups of offloaded state between steps: in memory, or in files (ZeRO-Infinity, arXiv:2104.07857).
 
 Files are scratch: whoever starts, or resumes from a checkpoint, begins with an empty directory.  None is ever changed.
 Those of step N + 1 are written beside those of step N, which are removed once all of step N + 1 are on disk."""
@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -28,7 +29,7 @@ from spmd_lm.parallel.host_memory import PINNED
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.runtime.directories import is_locked, lock_directory
 from spmd_lm.runtime.formatting import format_bytes, parse_count
-from spmd_lm.runtime.outputs import writing
+from spmd_lm.runtime.outputs import print_line, writing
 from spmd_lm.runtime.processes import allgather_objects
 from spmd_lm.step.local_shards import LocalShards, Trees
 
@@ -42,7 +43,7 @@ class Store(Protocol):
     """Holds each group's state between steps.  `local`: a form of the place that updates it."""
 
     def begin(self, step: Any, *, anew: bool = False) -> None:
-        """Before the groups of `step` are put.  anew: forget all others first."""
+        """Prepares for the groups of `step`, which are put next.  anew: forgets all others first."""
 
     def put(self, group: Group, local: Any) -> Any:
         """The state, at rest."""
@@ -51,17 +52,17 @@ class Store(Protocol):
         """Begins to fetch states."""
 
     def fetch(self, state: Any) -> Any:
-        """`local` again."""
+        """Returns `local`, from the state."""
 
     def commit(self) -> None:
-        """After the groups of a step were put."""
+        """Ends a step, all of whose groups were put."""
 
     def close(self) -> None:
         """Forgets everything."""
 
 
 class InMemory:
-    """rest, fetch: between `local` and the state."""
+    """A store in memory.  rest, fetch: between `local` and the state."""
 
     def __init__(self, rest: Callable[[Any], Any], fetch: Callable[[Any], Any]):
         self._rest, self._fetch = rest, fetch
@@ -163,11 +164,12 @@ class InFiles:
 
     # ---- the directory
 
-    def _open(self, log: Callable[[str], None] = lambda line: None) -> None:
+    def _open(self) -> None:
         if self._opened:
             return
         with ExitStack() as stack:
-            stack.enter_context(lock_directory(self.directory, log, True, "optim.offload_dir"))
+            warn = functools.partial(print_line, stream=sys.stderr)
+            stack.enter_context(lock_directory(self.directory, warn, True, "optim.offload_dir"))
             stack.callback(self._empty_at_the_end)
             self._writer = stack.enter_context(ThreadPoolExecutor(1, "offload-write"))
             self._reader = stack.enter_context(ThreadPoolExecutor(1, "offload-read"))
@@ -178,7 +180,7 @@ class InFiles:
             self._opened = stack.pop_all()
 
     def _remove_abandoned(self) -> None:
-        """Removes what processes of an earlier job left behind that had more of them."""
+        """Removes what an earlier job of more processes left behind."""
         for path in self.directory.parent.glob("process-*"):
             number, count = parse_count(path.name.removeprefix("process-")), jax.process_count()
             ours = number is not None and number >= count and number % count == jax.process_index()
@@ -189,12 +191,15 @@ class InFiles:
         """Raises ConfigError if there is no room for two copies of the state of this host's processes."""
         own = socket.gethostname(), 2 * sum(layout.size for layout in self.layouts.values())
         needed = sum(size for host, size in allgather_objects("optim.offload_dir", own) if host == own[0])
+        problem = ""
         if (free := shutil.disk_usage(self.directory).free) < needed:
-            raise ConfigError(
+            problem = (
                 f"optim.offload_dir={self.directory.parent}: two copies of masters and moments take "
                 f"{format_bytes(needed)} there, and {format_bytes(free)} are free. Make room, choose another "
                 "optim.offload_dir, or use optim.offload=host."
             )
+        if problem := next(filter(None, allgather_objects("room in optim.offload_dir", problem)), ""):
+            raise ConfigError(problem)  # in all processes, before any of them writes
 
     def _empty(self, but: str = "") -> None:
         """Removes the files of all steps, or of all but one."""
@@ -260,7 +265,7 @@ class InFiles:
         return tuple(sums)
 
     def commit(self) -> None:
-        """In the background: names the step, and removes the files of the one before."""
+        """Names the step, and removes the files of the one before, in the background."""
         self._committed = self._writer.submit(self._commit, self._step, self._writes)
 
     def _commit(self, step: int, writes: list[Future]) -> None:
@@ -284,7 +289,7 @@ class InFiles:
                 parts[part.bounds], files[state.path] = sums, None
 
         def leaf(tree: int, path: str, x: jax.ShapeDtypeStruct) -> StoredLeaf:
-            parts, files = found[tree, path]
+            parts, files = found.get((tree, path), ({}, {}))  # {} if all that this process holds is padding
             sharding = x.sharding.with_memory_kind(PINNED)
             return StoredLeaf(x.shape, np.dtype(x.dtype), sharding, parts, tuple(files))
 

@@ -30,7 +30,7 @@ class LocalShards:
         self.of_devices = functools.cache(self._of_devices)
 
     def shape(self, path: str, group: Group) -> tuple[int, ...]:
-        """The array's: padded, of the group's layers alone."""
+        """The array's shape: padded, of the group's layers alone."""
         whole = self._shapes[path]
         return whole if group.layers is None else (self.plan.layout.pipe * group.layers[1], *whole[1:])
 

@@ -32,7 +32,7 @@ from spmd_lm.step.state import TrainState, trees_of, with_trees
 
 
 class Place(Protocol):
-    """Where groups are updated.  `local`: a group's `Trees`, in a form of the place's own.
+    """A place where groups are updated.  `local`: a group's `Trees`, in a form of the place's own.
     in_memory: between `local` and its form between steps, for a store in memory."""
 
     splits_stacks: bool
@@ -78,7 +78,7 @@ class Offload:
             self.store = InFiles(directory, groups, arrays, shards, self.place.split, self.place.join)
 
     def _stored_arrays(self, optimizer: Optimizer) -> StoredArrays:
-        """What files hold of each parameter."""
+        """The arrays of each parameter in files."""
         trained = self.plan.trained(self.plan.padded_shapes)
         state = TrainState(0, trained, jax.eval_shape(optimizer.rule.init, trained))
         trees = trees_of(state, self.plan.names)

@@ -194,7 +194,7 @@ class Program:
         trees = [*trees_of(canonical, names)]
 
         def on_host(tree: Tree) -> Tree:
-            """Alone on the devices: masters or moments of a stack may be most of what they have left."""
+            """Moves a tree to the host, and waits: a stack's may be most of what devices have left."""
             like = self._abstract(subset_of(self.plan.shapes, tree), self.plan.canonical_specs).params
             return jax.block_until_ready(moved(_fit(self._reorder(tree, self.plan.to_model_order), like), PINNED))
 

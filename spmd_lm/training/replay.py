@@ -1,7 +1,7 @@
 """Runs one step of a run again, from the checkpoint before it, to find out whether a fault was transient.
 
-Writes nothing.  On the same mesh and hardware a step computes the same bits; a difference means that a device, its
-memory or the network has corrupted some."""
+Writes nothing but scratch, in optim.offload_dir if the run has one. On the same mesh and hardware a step computes the
+same bits; a difference means that a device, its memory or the network has corrupted some."""
 
 import math
 from contextlib import closing

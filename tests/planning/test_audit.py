@@ -643,7 +643,10 @@ def test_adapters_take_what_is_planned(name, base, parallel):
     # Arrays that a TPU keeps on its chip are planned in HBM.
     assert 0.95 < sum(memory["planned"].values()) / memory["peak"] < 1.3, memory
     state, rows = memory["planned"]["parameters"] + memory["planned"]["adam moments"], 4
-    assert memory["arguments"] - state == pytest.approx(rows * (4 * 1024 + 1) * 4, abs=1024), memory
+    beside = memory["arguments"] - state - rows * (4 * 1024 + 1) * 4
+    # Of 12 vectors in bfloat16, four layers' widths in one, a TPU may lay 6 layers out as 8.
+    tiles = 2 * 2 * (9 + 4) * BIG["width"] if name.startswith("v5p") else 0
+    assert -1024 <= beside <= 2048 + tiles, memory
 
 
 @slow

@@ -61,7 +61,8 @@ def int8(parallel: dict, **sections: dict) -> RunConfig:
     return run({"quantize_gather": "int8"} | parallel, **sections)
 
 
-@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in LAYOUTS])
+@slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_whose_devices_hold_whole_rows_round_weights_alike(name):
     got, want = trained(int8(LAYOUTS[name])), trained(int8({"data": 2}))
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
@@ -84,7 +85,8 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", [each if each == "frozen" else pytest.param(each, marks=slow) for each in ADAPTERS])
+@slow
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_frozen_matrices_are_rounded_and_coded_ones_sent_as_they_are(name):
     configs = [int8({"data": degree}, **ADAPTERS[name]) for degree in (2, 4)]
     got, want = map(trained, configs)
@@ -105,6 +107,7 @@ def test_weights_are_rounded_and_only_as_much():
     assert (difference > 1e-9).all() and (difference < 1e-3).all()
 
 
+@slow
 def test_the_first_step_reads_decoded_weights_and_their_exact_gradients_move_the_exact_ones():
     """One step from weights that codes hold exactly is the exact step."""
     p, exact = program(int8({"data": 4})), program(run({"data": 4}))
@@ -168,8 +171,9 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize("codes", [pytest.param("none", marks=slow), "int8"])
-@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
+@slow
+@pytest.mark.parametrize("codes", ["none", "int8"])
+@pytest.mark.parametrize("name", RINGS)
 def test_a_secondary_copy_changes_no_bit(name, codes):
     """Of ZeRO-3 on the same two rings; to rounding of one flat ring."""
     config = within_host(RINGS[name] | {"quantize_gather": codes}, train={"batch": 48})
@@ -181,6 +185,7 @@ def test_a_secondary_copy_changes_no_bit(name, codes):
     assert_states_close(got.last, flat.last, 1e-11)
 
 
+@slow
 def test_a_secondary_copy_is_of_the_committed_state():
     """From the first step on, after a skipped one and after a resume, with frozen leaves."""
     config = within_host({"data": 4}, optim={"freeze": "embedding.* *.query"}, train={"guard": {"exclude": [2]}})
@@ -227,8 +232,9 @@ def gradients(config: RunConfig) -> dict[str, np.ndarray]:
 ERRORS = {"int8": (1e-4, 0.03), "int4": (1e-2, 0.6)}
 
 
+@slow
 @pytest.mark.parametrize("codes", ERRORS)
-@pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
+@pytest.mark.parametrize("name", RINGS)
 def test_gradients_of_matrices_are_rounded_and_those_of_vectors_exact(name, codes):
     sections = {"train": {"batch": 48}, "optim": {"clip": 0.0}}
     got, want = gradients(coded(codes, RINGS[name], **sections)), gradients(run(RINGS[name], **sections))
@@ -241,7 +247,7 @@ def test_gradients_of_matrices_are_rounded_and_those_of_vectors_exact(name, code
             assert least < error < most, (path, error)
 
 
-@pytest.mark.parametrize("codes", ERRORS)
+@pytest.mark.parametrize("codes", [each if each == "int8" else pytest.param(each, marks=slow) for each in ERRORS])
 @pytest.mark.parametrize("name", [each if each == "padded" else pytest.param(each, marks=slow) for each in RINGS])
 def test_codes_of_gradients_are_sent_as_theory_expects(name, codes):
     config = coded(codes, RINGS[name], precision=FLOAT32, train={"batch": 48})

@@ -24,7 +24,7 @@ def files(tmp_path, monkeypatch):
     """Training and validation lines, a tokenizer without a template, and a template; for runs on one device."""
     monkeypatch.setattr(loop, "sample", lambda run: None)
     for module in (loop, restored):
-        monkeypatch.setattr(module, "Program", lambda config: Program(config, jax.devices()[:1]))
+        monkeypatch.setattr(module, "Program", lambda config, **how: Program(config, jax.devices()[:1], **how))
     write_lines(tmp_path / "a.jsonl", *LINES)
     write_tokenizer(tmp_path / "t")
     (tmp_path / "chatml.jinja").write_text(CHATML)

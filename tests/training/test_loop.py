@@ -61,7 +61,7 @@ class FakeProgram:
     model = SimpleNamespace(modules=ModelModules())
     plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [], {})
 
-    def __init__(self, config):
+    def __init__(self, config, trains=True):
         self.config = config
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.batch_shardings = jax.tree.map(lambda _: sharding, abstract_batch(config))
