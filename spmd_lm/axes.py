@@ -8,15 +8,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  model: shards of a layer.
-PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
-BATCH_AXES = (REPLICA, DATA)
+# pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  expert: shards of the batch
+# with different experts.  model: shards of a layer.
+PIPE, REPLICA, DATA, EXPERT, MODEL = MESH_AXES = ("pipe", "replica", "data", "expert", "model")
+BATCH_AXES = (REPLICA, DATA, EXPERT)
 """Axes that divide the rows of a batch."""
 TOKEN_AXES = BATCH_AXES
 """Axes that divide the tokens of a batch: losses, loss weights and gradients are summed over them."""
-ZERO_AXES = (DATA,)
-"""Axes over which ZeRO shards parameters and moments between steps; within a step each device uses whole parameters."""
-OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
+ZERO_AXES = (DATA, EXPERT)
+"""Axes over which ZeRO shards parameters and moments between steps; within a step each device uses whole parameters.
+Experts, which `expert` shards already, are sharded over `data` alone."""
+OUTERMOST_FIRST = (REPLICA, DATA, EXPERT, PIPE, MODEL)
 """The order in which a mesh numbers its devices.  Links between neighbours are fastest: `model` is innermost, because
 every layer waits for its collectives."""
 
@@ -31,6 +33,8 @@ SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
 ZERO_DIMS = {SHARDED_DIM: ZERO_WIDTH, "width_bytes": "zero_width_bytes", "width_blocks": "zero_width_blocks"}
 """Sharded names of all such dimensions: quantized matrices have widths in bytes (of two entries) and in blocks."""
+EXPERTS, EXPERT_ZERO_DIMS = "experts", {SHARDED_DIM: "expert_zero_width"}
+"""The dimension of a stack of experts, and the sharded name of their `width`."""
 
 
 def is_dim_names(x: Any) -> bool:
@@ -41,12 +45,13 @@ def is_dim_names(x: Any) -> bool:
 @functools.cache
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
-    return tuple(ZERO_DIMS.get(name or "", name) for name in names) if is_matrix(names) else names
+    sharded = EXPERT_ZERO_DIMS if EXPERTS in names else ZERO_DIMS
+    return tuple(sharded.get(name or "", name) for name in names) if is_matrix(names) else names
 
 
 def is_matrix(names: DimNames) -> bool:
     """True for a matrix or a table, or a stack of them; false for biases and norms."""
-    return len([name for name in names if name != "layers"]) > 1
+    return len([name for name in names if name not in ("layers", EXPERTS)]) > 1
 
 
 def axis_of(name: str) -> str:

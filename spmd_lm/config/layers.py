@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.config.mlp import MLPKind
 from spmd_lm.config.rope import RopeScaling
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count
@@ -23,6 +24,7 @@ class LayerKind(Section):
     kv_heads: Count | None = None  # default: model.kv_heads; key/value heads
     head_width: Count | None = None  # default: model.head_width; width of each head
     mlp_width: Count | None = None  # default: model.mlp_width; hidden width of the MLP
+    mlp: MLPKind | None = None  # default: model.mlp
     rope_theta: PositiveFloat | None = None  # default: model.rope_theta; base of rotary positions
     rope_scaling: RopeScaling | None = None  # default: model.rope_scaling
 

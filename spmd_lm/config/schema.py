@@ -14,6 +14,7 @@ from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import IA3, LoRA, NoAdapter
 from spmd_lm.config.data_sections import CustomData, Instructions, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
+from spmd_lm.config.mlp import DenseMLP, MLPKind, MoE
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 from spmd_lm.config.rope import RopeScaling
 from spmd_lm.config.section import Section
@@ -59,6 +60,7 @@ class Model(Section):
     vocab: Count  # tokens; padded if it is sharded
     head_width: Count | None = None  # width of each head; default: width / heads
     mlp_width: Count | None = None  # hidden width of the MLP; default: 4 x width
+    mlp: MLPKind = DenseMLP()  # {kind: moe, experts: 8} for a mixture of experts; docs/models.md
     kv_heads: Count | None = None  # key/value heads, one for heads / kv_heads queries (grouped-query); default: heads
     token_types: CountOrZero = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
     dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
@@ -91,6 +93,16 @@ class Model(Section):
     @property
     def mlp_dim(self) -> int:
         return self.mlp_width or 4 * self.width
+
+    @property
+    def experts(self) -> MoE | None:
+        """The mixture of experts, for models with one kind of layer; None for a dense MLP."""
+        return self.mlp if isinstance(self.mlp, MoE) else None
+
+    @property
+    def mixtures(self) -> tuple[MoE, ...]:
+        """Those of all kinds of layers."""
+        return tuple(each.experts for each in self.of_each_kind if each.experts)
 
     @property
     def head_dim(self) -> int:
@@ -233,6 +245,7 @@ class Parallel(Section):
     pipe: Count = 1  # stages of the pipeline
     data: Annotated[int, Field(ge=-1, le=MOST)] = -1  # -1: all devices that the other axes leave
     model: Count = 1  # degree of tensor parallelism
+    expert: Count = 1  # shards of the experts of model.mlp, and of the batch; docs/parallelism/experts.md
     replica: Count = 1  # copies of a ZeRO group, outside `data`
     # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines);
     # auto: types if the compiled step is as good, config/partitioner.py

@@ -6,7 +6,6 @@ dimension, `layers`.  Nothing here asks for a device or a rank."""
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +22,11 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of, require_used
+from spmd_lm.models.context import AttentionCore, BlockContext, LossDict, sum_losses
 from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import COLLECTIVE_MATMUL, BlockLinears, Linears, ParamInit
 from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
-from spmd_lm.models.transformer import RESIDUAL, AttentionCore, BlockContext, LossDict
+from spmd_lm.models.transformer import RESIDUAL
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
@@ -56,7 +56,7 @@ class ModelInput(NamedTuple):
 
     batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
-    row_weight: jax.Array | float | None = None  # for a user's blocks: see BlockContext
+    row_weight: jax.Array | float | None = None  # in training, for blocks with auxiliary losses: see BlockContext
 
 
 def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -131,6 +131,11 @@ class LanguageModel:
     def has_dropout(self) -> bool:
         of_adapters = any(isinstance(each, LowRank) and each.dropout for _, each in self.adapters)
         return bool(self.c.dropout or self.c.attention_dropout or of_adapters)
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """True if blocks may have some."""
+        return self.modules.own_block or bool(self.c.mixtures)
 
     @property
     def prefetched(self) -> tuple[str, ...]:
@@ -252,8 +257,9 @@ class LanguageModel:
             run = self._checkpoint(run) if self.remat.recomputes_attention else run
             return functools.partial(run, positions=batch.positions, segment_ids=batch.segments, key=key)
 
-        weight = 1.0 if row_weight is None else row_weight
-        context = BlockContext(make_attention, key, self._linears(), self._checkpoint, batch, weight)
+        training, weight = row_weight is not None, 1.0 if row_weight is None else row_weight
+        how = self._linears(), self._checkpoint, batch, weight, training, layer
+        context = BlockContext(make_attention, key, *how)
         block = nnx.merge(self._of_any_layout._block_graphs[place], params)
         result = block(x, context)
         if self.modules.own_block and self.adapters:
@@ -315,7 +321,7 @@ class LanguageModel:
     def unchecked_mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None) -> jax.Array:
         """`mean_loss` without checks of the layout, in any context of rules."""
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
-        model_input = ModelInput(batch, key, 1 / batch.tokens.shape[0] if self.modules.own_block else None)
+        model_input = ModelInput(batch, key, 1 / batch.tokens.shape[0] if self.has_auxiliary_losses else None)
         x = self._embed_gathered(params, model_input)
         x, auxiliary = self._run_layers(params["blocks"], x, model_input, unroll=not self.scan_layers)
         dtype = upcast(x).dtype
@@ -323,7 +329,7 @@ class LanguageModel:
         totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
         weights = {name: w / totals[name] for name, w in weights.items()}
         losses = self._run_gathered(self.losses, self.head_params, params, x, model_input, weights)
-        return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
+        return sum_losses(sum_by_name(losses, auxiliary))
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """Checks global arrays.  Raises LayoutError for those, and for settings, that a user's own mesh cannot run."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.axes import DimNames
+from spmd_lm.axes import EXPERTS, DimNames
 from spmd_lm.config.adapters import SUFFIX
 from spmd_lm.config.schema import Model
 from spmd_lm.config.types import Bias
@@ -43,6 +43,19 @@ class ParamInit(NamedTuple):
     def matrix(self, size: int, name: str, std: float = INIT_STD) -> nnx.Param:
         """[width, size], even if it is multiplied transposed."""
         return self._normal((self.c.width, size), ("width", name), std)
+
+    def router(self, experts: int) -> nnx.Param:
+        """[width, experts], which is not sharded along experts."""
+        return self._normal((self.c.width, experts), ("width", None), INIT_STD)
+
+    def matrices(self, experts: int, size: int, name: str, std: float = INIT_STD) -> nnx.Param:
+        """A matrix [width, size] for each expert."""
+        return self._normal((experts, self.c.width, size), (EXPERTS, "width", name), std)
+
+    def biases(self, experts: int, size: int, name: str, where: Bias | None = None) -> nnx.Param | None:
+        """Zeros for each expert, if the model has biases there."""
+        zeros = jnp.zeros((experts, size), self.dtype)
+        return nnx.Param(zeros, out_sharding=(EXPERTS, name)) if self.c.has_bias(where) else None
 
     def _normal(self, shape: tuple[int, ...], names: DimNames, std: float) -> nnx.Param:
         return nnx.Param(jax.random.normal(self.rngs.params(), shape, self.dtype) * std, out_sharding=names)

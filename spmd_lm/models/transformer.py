@@ -4,8 +4,6 @@ Where `heads` and `mlp` are sharded, each branch begins column-parallel and ends
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import INIT_STD, BlockLinears, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
+from spmd_lm.models.context import AttentionCore as AttentionCore
+from spmd_lm.models.context import BlockContext, LossDict
+from spmd_lm.models.experts import MixtureOfExperts
+from spmd_lm.models.layers import INIT_STD, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
+from spmd_lm.models.mlp import ACTIVATIONS as ACTIVATIONS
+from spmd_lm.models.mlp import MLP
 from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import LocalKVHeads, residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
@@ -23,40 +26,10 @@ from spmd_lm.ops.embedding import lookup
 from spmd_lm.ops.rotary import Rotary
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4  # dropout sites; 0: attention probabilities
-LossDict = dict[str, jax.Array]  # losses by name
 
 RESIDUAL = "residual"
 """Checkpoint name of the arrays that remat policy `residual` saves: with sandwich norms both branches' outputs; with
 post-norm both sums x + f(x); else the first sum, or with parallel branches none."""
-
-AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
-training, through a cache in generation."""
-
-
-class BlockContext(NamedTuple):
-    """A block's arguments besides x, whatever its kind.
-    make_attention: makes its attention from a spec.
-    dropout_key: this layer's; None for no dropout.
-    linears: the linears of its branches.
-    checkpoint: jax.checkpoint, for what backward always recomputes.
-    batch: the one whose tokens x represents.
-    row_weight: weight of a row in auxiliary losses: in training, their sum over the global batch becomes a mean."""
-
-    make_attention: Callable[[AttentionSpec], AttentionCore]
-    dropout_key: DropoutKey | None = None
-    linears: BlockLinears = BlockLinears()
-    checkpoint: Callable = jax.checkpoint
-    batch: Batch | None = None
-    row_weight: jax.Array | float = 1.0
-
-
-ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
-    "geglu_tanh": lambda x, gate: jax.nn.gelu(gate, approximate=True) * x,
-}
 
 
 def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: int) -> jax.Array:
@@ -137,27 +110,6 @@ class Attention(HasMatrices):
         return add_bias(y, self.bias("out"))
 
 
-class MLP(HasMatrices):
-    row_parallel = ("down",)
-
-    def __init__(self, init: ParamInit, out_std: float):
-        c = init.c
-        self.up, self.up_bias = init.linear(c.mlp_dim, "mlp", "mlp")
-        self.down, self.down_bias = init.matrix(c.mlp_dim, "mlp", out_std), init.bias(c.width, "width", "mlp")
-        self.gate = init.matrix(c.mlp_dim, "mlp") if c.gated else None
-        self.gate_bias = init.bias(c.mlp_dim, "mlp", "mlp") if c.gated else None
-        self.activation = c.activation
-
-    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
-        """x: [batch, sequence, width] of the residual stream."""
-        linears, checkpoint = context.linears.mlp, context.checkpoint
-        names = ("up",) if self.gate is None else ("up", "gate")
-        matrices = tuple(self.matrix(name, context) for name in names)
-        hidden = map(add_bias, linears.column(x, matrices, "mlp", ordered=False), map(self.bias, names))
-        h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
-        return add_bias(linears.row(h, self.matrix("down", context), "mlp", ordered=False), self.bias("down"))
-
-
 class Block(nnx.Module):
     """x + f(norm(x)) for attention and MLP; norm(x + f(x)), where norms come after the sums; or x + norm(f(norm(x))),
     where each branch is between two norms.
@@ -170,28 +122,32 @@ class Block(nnx.Module):
         c = init.c
         out_std = INIT_STD / math.sqrt(2 * c.layers)
         self.norm1, self.attention = Norm(init), Attention(init, out_std)
-        self.norm2, self.mlp = Norm(init), MLP(init, out_std)
+        self.norm2 = Norm(init)
+        self.mlp = MixtureOfExperts(init, out_std) if c.experts else MLP(init, out_std)
         self.post_norm1 = Norm(init) if c.norm == "sandwich" else None
         self.post_norm2 = Norm(init) if c.norm == "sandwich" else None
         self.dropout, self.post_norm, self.parallel = c.dropout, c.norm == "post", c.parallel_branches
 
     def __call__(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
-        """x: [batch, sequence, width].  Returns x and auxiliary losses; a dense block has none."""
+        """x: [batch, sequence, width].  Returns x and auxiliary losses; without experts there are none."""
         x = residual_stream(x)
         drop = functools.partial(residual_dropout, rate=self.dropout, key=context.dropout_key)
         if self.post_norm:
             y = self.attention(x, context)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
-            y = self.mlp(x, context)
-            return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
+            y, losses = self._run_mlp(x, context)
+            return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), losses
         y = self.attention(self.norm1(x), context)
         if self.parallel:
-            z = self.mlp(self.norm2(x), context)
-            return residual_stream(x + drop(y, site=AFTER_ATTENTION) + drop(z, site=AFTER_MLP)), {}
+            z, losses = self._run_mlp(self.norm2(x), context)
+            return residual_stream(x + drop(y, site=AFTER_ATTENTION) + drop(z, site=AFTER_MLP)), losses
         if self.post_norm1 is not None and self.post_norm2 is not None:
             x = x + drop(self.post_norm1(checkpoint_name(y, RESIDUAL)), site=AFTER_ATTENTION)
-            y = self.mlp(self.norm2(x), context)
-            return residual_stream(x + drop(self.post_norm2(checkpoint_name(y, RESIDUAL)), site=AFTER_MLP)), {}
+            y, losses = self._run_mlp(self.norm2(x), context)
+            return residual_stream(x + drop(self.post_norm2(checkpoint_name(y, RESIDUAL)), site=AFTER_MLP)), losses
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), context)
-        return residual_stream(x + drop(y, site=AFTER_MLP)), {}
+        y, losses = self._run_mlp(self.norm2(x), context)
+        return residual_stream(x + drop(y, site=AFTER_MLP)), losses
+
+    def _run_mlp(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
+        return self.mlp(x, context) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(x, context), {})

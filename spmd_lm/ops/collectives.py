@@ -152,6 +152,12 @@ def reduce_from_region(x: Array, name: str) -> Array:
     return reduce_scatter_or_psum(x, name)
 
 
+@with_gradient(lambda g, name: g)
+def sum_of_shares(x: Array, name: str) -> Array:
+    """The sum of x over the shards of `name`, for a loss that the shards compute in part: each has its gradient."""
+    return psum(x, name)
+
+
 @typed_as(sharding_types.residual_stream)
 def residual_stream(x: Array) -> Array:
     """x [batch, sequence, width], and its gradient, laid out as the residual stream is."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd_lm.axes import BATCH_AXES, MESH_AXES, MODEL, OUTERMOST_FIRST, ZERO_AXES, devices_along, mesh_axes_of
+from spmd_lm.axes import BATCH_AXES, EXPERT, MESH_AXES, MODEL, OUTERMOST_FIRST, ZERO_AXES, devices_along, mesh_axes_of
 from spmd_lm.errors import LayoutError
 
 
@@ -24,6 +24,7 @@ class Layout:
     pipe: int = 1
     replica: int = 1
     data: int = 1
+    expert: int = 1
     model: int = 1
 
     @property
@@ -40,11 +41,11 @@ class Layout:
 
     @property
     def zero_shards(self) -> int:
-        """Number of shards that ZeRO makes."""
+        """Number of shards that ZeRO makes of parameters that all tokens use."""
         return devices_along(ZERO_AXES, self.sizes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1 or axis != EXPERT)
 
 
 class Rings(NamedTuple):
@@ -60,7 +61,7 @@ def host_rings(layout: Layout, devices_per_host: int | None) -> Rings:
     devices_per_host: None for simulated devices, of which each half of a group stands for a host."""
     if devices_per_host is None:
         return Rings(2, layout.data // 2) if layout.data % 2 == 0 else Rings(1, layout.data)
-    near, rest = divmod(devices_per_host, layout.pipe * layout.model)
+    near, rest = divmod(devices_per_host, layout.pipe * layout.expert * layout.model)
     within = math.gcd(layout.data, near) if near and not rest else 1
     return Rings(layout.data // within, within)
 

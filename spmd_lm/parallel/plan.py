@@ -24,8 +24,6 @@ from spmd_lm.axes import (
     SHARDED_DIM,
     TIME,
     TOKEN_AXES,
-    ZERO_DIMS,
-    ZERO_WIDTH,
     DimNames,
     as_tuple,
     is_dim_names,
@@ -433,8 +431,8 @@ class Plan:
     def _zero_sizes(self) -> dict[str, int]:
         """Unpadded sizes of the dimensions that ZeRO shards, by sharded name."""
         leaves = zip(jax.tree.leaves(self.names, is_leaf=is_dim_names), jax.tree.leaves(self.shapes), strict=True)
-        each = ((name, size) for names, leaf in leaves for name, size in zip(names, leaf.shape, strict=True))
-        return {ZERO_DIMS[name]: size for name, size in each if name in ZERO_DIMS}
+        each = (zip(sharded_names(names), leaf.shape, strict=True) for names, leaf in leaves)
+        return {str(name): size for dims in each for name, size in dims if name in ZERO}
 
     # `names` below are the sharded names of a tree, or of one that has more leaves.
 
@@ -486,11 +484,14 @@ class Plan:
     @remembered
     def _scattered_shape(self, names: DimNames, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape to which a gradient [width, ...] is padded before it is scattered; width to what ZeRO's axes
-        divide, whatever shape[0] is.  names: its sharded names.
+        divide, whatever shape[0] is.  names: its sharded names, without `layers` or with.
 
         Inside the conditionals of a TPU pipeline the last dimension is padded too: XLA would otherwise add permutes
         that other stages wait for."""
-        shape = (self._padded_size(ZERO_WIDTH, self._zero_sizes[ZERO_WIDTH]), *shape[1:])
+        dim = zero.zero_dim(names)
+        assert dim is not None, names
+        width = str(names[dim])
+        shape = (self._padded_size(width, self._zero_sizes[width]), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge or self.scatter_codec:
             return shape

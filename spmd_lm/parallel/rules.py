@@ -8,7 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_DIMS, DimNames, mesh_axes_of
+from spmd_lm.axes import (
+    BATCH_AXES,
+    DATA,
+    EXPERT,
+    EXPERT_ZERO_DIMS,
+    EXPERTS,
+    MODEL,
+    PIPE,
+    SEQUENCE,
+    TIME,
+    ZERO_AXES,
+    ZERO_DIMS,
+    DimNames,
+    mesh_axes_of,
+)
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -16,9 +30,9 @@ Table = Mapping[str, tuple[str, ...]]
 
 PARAMETER_NAMES = (
     *("layers", "position", "type", *ZERO_DIMS, "heads", "kv_heads", "head_width", "rank"),
-    *("mlp", "vocab", "feature", "label"),
+    *("mlp", "vocab", "feature", "label", EXPERTS),
 )
-NAMES = ("batch", TIME, SEQUENCE, *ZERO_DIMS.values(), *PARAMETER_NAMES)
+NAMES = ("batch", TIME, SEQUENCE, *ZERO_DIMS.values(), *EXPERT_ZERO_DIMS.values(), *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "kv_heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
@@ -31,11 +45,15 @@ SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
-USED_IN_PART = ("kv_heads", "head_width", "rank")
-"""Dimensions of parameters that a device uses for its own shards alone, even where it holds all of them: those that
-heads share, and the unsharded factor of a low-rank matrix."""
+EXPERT_PARALLEL: Table = {EXPERTS: (EXPERT,)}
+"""Expert parallelism (GShard, arXiv:2006.16668): devices along `expert` have different experts, and send each other the
+tokens for them."""
 
-ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES)
+USED_IN_PART = ("kv_heads", "head_width", "rank", EXPERTS)
+"""Dimensions of parameters that a device uses for its own shards alone, even where it holds all of them: those that
+heads share, the unsharded factor of a low-rank matrix, and biases that experts add to a sum over `model` once."""
+
+ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES) | dict.fromkeys(EXPERT_ZERO_DIMS.values(), (DATA,))
 """ZeRO (arXiv:1910.02054): the names that `sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}
@@ -78,10 +96,11 @@ def within_hosts_first(rules: Rules) -> Rules:
     return Rules({name: axes[::-1] if name in ZERO else axes for name, axes in rules.table.items()})
 
 
-PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})
+PARAMETERS = Rules({**REPLICATED, **TENSOR, **EXPERT_PARALLEL, **ZERO, **PIPELINE})
 """Rules of parameters, gradients and optimizer state between steps."""
 
 
 def activation_rules(sequence_parallel: bool) -> Rules:
     """Rules of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
-    return Rules({**REPLICATED, **TENSOR, "batch": BATCH_AXES, **(SEQUENCE_PARALLEL if sequence_parallel else {})})
+    of_stream = SEQUENCE_PARALLEL if sequence_parallel else {}
+    return Rules({**REPLICATED, **TENSOR, **EXPERT_PARALLEL, "batch": BATCH_AXES, **of_stream})

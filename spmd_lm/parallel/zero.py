@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import ZERO_DIMS, ZERO_WIDTH, DimNames, is_dim_names
+from spmd_lm.axes import EXPERT_ZERO_DIMS, ZERO_DIMS, DimNames, is_dim_names
 from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.ops.compiler_workarounds import as_row_major, run_again
 from spmd_lm.ops.dropout import KeyWords, threefry
@@ -72,7 +72,7 @@ def gathered_names(names: DimNames) -> DimNames:
     return tuple(GATHERED.get(name or "", name) for name in names)
 
 
-GATHERED = {sharded: name for name, sharded in ZERO_DIMS.items()}
+GATHERED = {sharded: name for name, sharded in [*ZERO_DIMS.items(), *EXPERT_ZERO_DIMS.items()]}
 
 
 def zero_dim(names: DimNames) -> int | None:
@@ -166,7 +166,9 @@ def scatter(
         return x.astype(dtype)
 
     def scatter_leaf(i: int, names: DimNames, g: Array) -> Array:
-        g = jnp.moveaxis(g.astype(dtype), dim := names.index(ZERO_WIDTH), 0)
+        dim = zero_dim(names)
+        assert dim is not None, names
+        g = jnp.moveaxis(g.astype(dtype), dim, 0)
         padding = [(0, to - size) for size, to in zip(g.shape, padded_shape(names, g.shape), strict=True)]
         padded, axes = jnp.pad(g, padding), zero_axes(names)
         if codec:

@@ -5,7 +5,6 @@ of the gradients' reduction and the optimizer's update of each device's own shar
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.models.context import STATISTICS, LossDict, sum_losses
 from spmd_lm.models.heads import nonzero_totals
 from spmd_lm.models.language_model import LanguageModel, ModelInput
-from spmd_lm.models.transformer import LossDict
 from spmd_lm.ops.collectives import partial_sum, zeros_like_gradient
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.parallel.layers_loop import LayersLoop
@@ -44,7 +43,8 @@ def make_train_step(
     metrics: loss, grad_norm, lr, skip_reason, and those of unscale_gradients where the loss is scaled.
     pending: see guard.update.
     loss: the sum of the objective's losses, in nats, and of the blocks' auxiliary ones, each a mean over the global
-      batch; where there are several, each is a metric too, `NAME_loss`."""
+      batch; where there are several, each is a metric too, `NAME_loss`.
+    STATISTICS of blocks with experts are metrics too."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
@@ -71,12 +71,14 @@ def make_train_step(
         else:
             losses, grads = Pipeline(sharded, schedule, microbatches).gradients(*zeros)
         # reduce
-        losses = loss_scale.unscale(plan.psum_batch(plan.psum_stages(losses)), state.loss_scale)
+        losses = plan.psum_batch(plan.psum_stages(losses))
+        statistics = {name: losses.pop(name) for name in STATISTICS if name in losses}
+        losses = loss_scale.unscale(losses, state.loss_scale)
         reduced = sharded.reduce_gradients(grads)
         # update
         state, metrics, pending = guard.update(config, optimizer, plan, state, reduced, sum_losses(losses))
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
-        return state, {"loss": sum_losses(losses)} | each_loss | metrics, pending
+        return state, {"loss": sum_losses(losses)} | each_loss | statistics | metrics, pending
 
     offloaded = subset_of(plan.param_specs, optimizer.offloaded(plan))
     replicated: Any = P()
@@ -138,10 +140,6 @@ def accumulate(model: ShardedModel, microbatches: Tree, zeros: LossesAndGrads) -
     return lax.scan(add_microbatch, zeros, microbatches)[0]
 
 
-def sum_losses(losses: LossDict) -> jax.Array:
-    return functools.reduce(operator.add, losses.values())
-
-
 def zero_gradients(model: ShardedModel, params: Tree) -> SplitParams:
     """Zeros to add microbatches' gradients to, in the widest of the parameters' dtypes, compute and float32."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
@@ -176,9 +174,8 @@ def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch)
 
 
 def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batch: Batch) -> jax.Array | None:
-    """The weight of a row in auxiliary losses, times the loss scale, [microbatches]; None for this package's blocks,
-    which have no such losses."""
-    if not model.modules.own_block:
+    """The weight of a row in auxiliary losses, times the loss scale, [microbatches]; None for blocks without."""
+    if not model.has_auxiliary_losses:
         return None
     rows = jnp.asarray(config.train.batch, jnp.promote_types(config.precision.compute, jnp.float32))
     return jnp.broadcast_to(1 / loss_scale.unscale(rows, state.loss_scale), batch.sample_ids.shape[:1])

@@ -1,0 +1,121 @@
+"""Tokens on their way to experts and back, in buffers whose sizes the model determines, not the data.
+
+Shapes: T tokens of a device, k choices of each; S slots of all experts' buffers, [experts, groups, capacity] flattened;
+E experts."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from spmd_lm.active_rules import active_axes
+from spmd_lm.axes import EXPERTS
+from spmd_lm.ops.collectives import contract, weight_gradient
+from spmd_lm.ops.norm import upcast
+
+
+@jax.custom_vjp
+def router_logits(x: Array, w: Array) -> Array:
+    """x [..., width] times w [width, E], in float32 or wider.  Backward saves x in its own dtype."""
+    return contract(upcast(x), upcast(w), (x.ndim - 1,), (0,))
+
+
+def _router_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, w = saved
+    d_x = contract(g, upcast(w), (g.ndim - 1,), (1,))
+    return d_x.astype(x.dtype), weight_gradient(upcast(x), g, w).astype(w.dtype)
+
+
+router_logits.defvjp(lambda x, w: (router_logits(x, w), (x, w)), _router_backward)
+
+
+class Routes(NamedTuple):
+    """slot_of: int32 [T, k], the slot of each choice; S for none, as its expert's buffer was full.
+    token_in: int32 [S], the token in each slot; T for none.
+    dropped: number of choices without a slot."""
+
+    slot_of: Array
+    token_in: Array
+    dropped: Array
+
+
+def make_routes(chosen: Array, experts: int, group: int, capacity: int) -> Routes:
+    """Slots for chosen experts, int32 [T, k].  In each group of consecutive tokens an expert takes `capacity`, first
+    those that chose it first, in their order, then those that chose it second (GShard, arXiv:2006.16668, algorithm
+    1)."""
+    tokens, k = chosen.shape
+    groups, size = tokens // group, experts * (tokens // group) * capacity
+    in_turn = chosen.reshape(groups, group, k).swapaxes(1, 2).reshape(groups, -1)
+    is_choice = jax.nn.one_hot(in_turn, experts, dtype=jnp.int32)
+    place = ((jnp.cumsum(is_choice, 1) - 1) * is_choice).sum(-1)
+    buffer = in_turn * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
+    slot = jnp.where(place < capacity, buffer * capacity + place, size)
+    slot_of = slot.reshape(groups, k, group).swapaxes(1, 2).reshape(tokens, k)
+    index = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], slot_of.shape)
+    token_in = jnp.full(size, tokens, jnp.int32).at[slot_of].set(index, mode="drop")
+    return Routes(slot_of, token_in, (slot_of == size).sum())
+
+
+def _rows(x: Array, index: Array) -> Array:
+    """The rows of x [n, width] at these indices; zeros for n."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def dispatch(x: Array, routes: Routes) -> Array:
+    """Copies tokens x [T, width] into their slots, [S, width]; zeros where a slot is empty."""
+    return _rows(x, routes.token_in)
+
+
+def _dispatch_backward(routes: Routes, g: Array) -> tuple[Array, None]:
+    return upcast(_rows(g, routes.slot_of)).sum(1).astype(g.dtype), None
+
+
+dispatch.defvjp(lambda x, routes: (dispatch(x, routes), routes), _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(y: Array, gates: Array, routes: Routes) -> Array:
+    """The sum over a token's choices of gate x the row of y [S, width] in its slot: [T, width], summed in the dtype of
+    gates [T, k], float32 or wider."""
+    return (_rows(y, routes.slot_of) * gates[..., None]).sum(1).astype(y.dtype)
+
+
+def _combine_backward(saved: tuple[Array, Array, Routes], g: Array) -> tuple[Array, Array, None]:
+    y, gates, routes = saved
+    g = _rows(g, routes.token_in).astype(gates.dtype)  # of slots
+    gate_in = jnp.zeros(y.shape[0], gates.dtype).at[routes.slot_of].set(gates, mode="drop")
+    d_gates = (y * g).sum(1).at[routes.slot_of].get(mode="fill", fill_value=0)
+    return (g * gate_in[:, None]).astype(y.dtype), d_gates, None
+
+
+combine.defvjp(lambda y, gates, routes: (combine(y, gates, routes), (y, gates, routes)), _combine_backward)
+
+
+@jax.custom_vjp
+def to_experts(x: Array) -> Array:
+    """Sends buffers x [E, slots, width] of all experts to the devices that have these experts: [experts of this device,
+    slots of all devices along `expert`, width].  An all-to-all; backward sends gradients the other way."""
+    return _exchange(x, 0, 1)
+
+
+@jax.custom_vjp
+def from_experts(x: Array) -> Array:
+    """The inverse of `to_experts`."""
+    return _exchange(x, 1, 0)
+
+
+def _exchange(x: Array, split: int, concat: int) -> Array:
+    axes = active_axes(EXPERTS)
+    return lax.all_to_all(x, axes, split, concat, tiled=True) if axes else x
+
+
+to_experts.defvjp(lambda x: (to_experts(x), None), lambda _, g: (from_experts(g),))
+from_experts.defvjp(lambda x: (from_experts(x), None), lambda _, g: (to_experts(g),))
+
+
+def matmul_of_each(x: Array, w: Array, *, transpose: bool = False) -> Array:
+    """Each expert's x [experts, slots, width] times its w [experts, width, other]; with `transpose`, x [experts, slots,
+    other] times w transposed."""
+    return lax.dot_general(x, w, (((2,), (1 + transpose,)), ((0,), (0,))))
