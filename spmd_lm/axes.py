@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  expert: shards of the batch
-# with different experts.  model: shards of a layer.
+# pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  expert: further shards of
+# the batch, with different experts.  model: shards of a layer.
 PIPE, REPLICA, DATA, EXPERT, MODEL = MESH_AXES = ("pipe", "replica", "data", "expert", "model")
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 """Axes that divide the rows of a batch."""

@@ -11,8 +11,8 @@ from flax import nnx
 from spmd_lm.axes import DimNames
 from spmd_lm.config.adapters import CODED, SUFFIX, Base
 from spmd_lm.errors import ConfigError
+from spmd_lm.models.context import BlockContext
 from spmd_lm.models.layers import HasMatrices, ParamInit, ScaledMatrix
-from spmd_lm.models.transformer import BlockContext
 from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import BLOCK_SIZE, CodedMatrix, Coding, encode
 from spmd_lm.ops.low_rank import InputDropout, LowRankSum

@@ -97,8 +97,8 @@ class MixtureOfExperts(nnx.Module):
         return jax.nn.sigmoid(router_logits(x, self.shared_gate[...][:, None]))
 
     def _choose(self, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gates, and the experts that they are of, [batch, time, per token].  p: probabilities [batch, time, experts]; of
-        equal ones the first is chosen."""
+        """Gates, and the experts that they are of, [batch, time, per token].  p: probabilities [batch, time, experts]
+        of which the first is chosen where they are equal."""
         gates, chosen = lax.top_k(p, self.moe.per_token)
         return gates / gates.sum(-1, keepdims=True) if self.moe.renormalize else gates, chosen
 

@@ -11,8 +11,10 @@ from spmd_lm.active_rules import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
 from spmd_lm.errors import ConfigError
+from spmd_lm.models.context import LossDict
 from spmd_lm.models.layers import HasMatrices, Norm, ParamInit, add_bias
-from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, LossDict, residual_dropout
+from spmd_lm.models.mlp import ACTIVATIONS
+from spmd_lm.models.transformer import AFTER_POOLER, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
     first_tokens,

@@ -12,9 +12,10 @@ from spmd_lm.axes import MODEL, is_dim_names
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError
+from spmd_lm.models.context import LossDict
 from spmd_lm.models.heads import Head, loss_weights, make_head
 from spmd_lm.models.layers import ParamInit
-from spmd_lm.models.transformer import Block, Embedding, LossDict
+from spmd_lm.models.transformer import Block, Embedding
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.own_module import load_object
 

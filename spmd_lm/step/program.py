@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CompilerError
+from spmd_lm.models.context import LossDict
 from spmd_lm.models.modules import modules_of_model
-from spmd_lm.models.transformer import LossDict
 from spmd_lm.parallel.groups import Group
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.mesh import devices_per_host, domains_of_model, is_absent, make_mesh
