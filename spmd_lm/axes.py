@@ -11,6 +11,8 @@ from typing import Any
 # pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  expert: further shards of
 # the batch, with different experts.  model: shards of a layer.
 PIPE, REPLICA, DATA, EXPERT, MODEL = MESH_AXES = ("pipe", "replica", "data", "expert", "model")
+OPTIONAL_AXES = (EXPERT,)
+"""Axes that are on a mesh only if they have several devices."""
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 """Axes that divide the rows of a batch."""
 TOKEN_AXES = BATCH_AXES
@@ -70,5 +72,5 @@ def as_tuple(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def devices_along(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Number of devices along these axes together.  sizes: those of all mesh axes."""
-    return math.prod(sizes[axis] for axis in axes)
+    """Number of devices along these axes together.  sizes: those of all axes of the mesh."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)

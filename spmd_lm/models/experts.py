@@ -109,11 +109,11 @@ class MixtureOfExperts(nnx.Module):
         rows, time, width = x.shape
         group = self.moe.group or time if context.training else time
         capacity = self.moe.slots(group) if context.training else group
-        flat = lambda array: array.reshape(rows * time, -1)  # noqa: E731
-        routes = make_routes(flat(chosen), self.moe.experts, group, capacity)
-        buffers = dispatch(flat(x), routes).reshape(self.moe.experts, -1, width)
+        tokens, gates, chosen = (each.reshape(rows * time, -1) for each in (x, gates, chosen))
+        routes = make_routes(chosen, self.moe.experts, group, capacity)
+        buffers = dispatch(tokens, routes).reshape(self.moe.experts, -1, width)
         out = from_experts(self.experts(to_experts(buffers), context))
-        return combine(out.reshape(-1, width), flat(gates), routes).reshape(x.shape), routes.dropped
+        return combine(out.reshape(-1, width), gates, routes).reshape(x.shape), routes.dropped
 
     def _losses(self, logits: jax.Array, p: jax.Array, counts: jax.Array, time: int) -> LossDict:
         """Sums over rows.  logits, p: [batch, sequence, experts].  counts: of the row's choices, [batch, experts].

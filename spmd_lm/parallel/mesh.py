@@ -13,7 +13,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd_lm.axes import BATCH_AXES, EXPERT, MESH_AXES, MODEL, OUTERMOST_FIRST, ZERO_AXES, devices_along, mesh_axes_of
+from spmd_lm.axes import (
+    BATCH_AXES,
+    MESH_AXES,
+    MODEL,
+    OPTIONAL_AXES,
+    OUTERMOST_FIRST,
+    ZERO_AXES,
+    devices_along,
+    mesh_axes_of,
+)
 from spmd_lm.errors import LayoutError
 
 
@@ -29,7 +38,9 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in MESH_AXES}
+        """Those of the axes of its mesh."""
+        degrees = {axis: getattr(self, axis) for axis in MESH_AXES}
+        return {axis: size for axis, size in degrees.items() if size > 1 or axis not in OPTIONAL_AXES}
 
     @property
     def devices(self) -> int:
@@ -45,7 +56,7 @@ class Layout:
         return devices_along(ZERO_AXES, self.sizes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1 or axis != EXPERT)
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
 
 class Rings(NamedTuple):
@@ -76,8 +87,8 @@ def abstract_mesh(layout: Layout, rings: Rings | None = None) -> AbstractMesh:
     """rings: those into which `data` is split, or None."""
     sizes = _axis_sizes(layout, **({"data": tuple(rings)} if rings else {}))
     names = _axis_names(sizes)
-    axes = [name for axis in MESH_AXES for name in names[axis]]
-    lengths = tuple(size for axis in MESH_AXES for size in sizes[axis])
+    axes = [name for axis in sizes for name in names[axis]]
+    lengths = tuple(size for axis in sizes for size in sizes[axis])
     return AbstractMesh(lengths, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -96,14 +107,14 @@ def make_mesh(
         sizes = _axis_sizes(layout, **({"data": tuple(rings)} if rings else {}))
         array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
     names = _axis_names(sizes)
-    outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
-    in_mesh_order = [name for axis in MESH_AXES for name in names[axis]]
+    outermost_first = [name for axis in _outermost_first(sizes) for name in names[axis]]
+    in_mesh_order = [name for axis in sizes for name in names[axis]]
     array = array.reshape(_mesh_shape(sizes)).transpose([outermost_first.index(name) for name in in_mesh_order])
     return Mesh(array, in_mesh_order, axis_types=(AxisType.Auto,) * len(in_mesh_order))
 
 
 _AxisSizes = Mapping[str, tuple[int, ...]]
-"""Sizes of the mesh axes that make up each axis of a layout, outermost first."""
+"""Sizes of the mesh axes that make up each axis of a layout, outermost first; in the order of MESH_AXES."""
 
 
 def _axis_sizes(layout: Layout, **split: tuple[int, ...]) -> _AxisSizes:
@@ -117,7 +128,12 @@ def _axis_names(sizes: _AxisSizes) -> dict[str, list[str]]:
 
 def _mesh_shape(sizes: _AxisSizes) -> tuple[int, ...]:
     """Shape of the mesh with its axes in the order of OUTERMOST_FIRST."""
-    return tuple(size for axis in OUTERMOST_FIRST for size in sizes[axis])
+    return tuple(size for axis in _outermost_first(sizes) for size in sizes[axis])
+
+
+def _outermost_first(sizes: _AxisSizes) -> list[str]:
+    """The axes of the mesh, in the order of OUTERMOST_FIRST."""
+    return [axis for axis in OUTERMOST_FIRST if axis in sizes]
 
 
 def domains_of_model(mesh: Mesh) -> int:

@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.axes import MESH_AXES
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.mesh import (
@@ -40,7 +39,7 @@ CLUSTER = [Device(host, 100 * host + i) for host in range(4) for i in range(4)]
 @pytest.mark.parametrize("sizes", [d for d in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(d) == 8])
 def test_every_device_is_used_once(sizes):
     mesh = make_mesh(Layout(replica=sizes[0], data=sizes[1], model=sizes[2]), jax.devices())
-    assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, *sizes)
+    assert mesh.axis_names == ("pipe", "replica", "data", "model") and mesh.devices.shape == (1, *sizes)
     assert sorted(d.id for d in mesh.devices.flat) == [d.id for d in jax.devices()]
 
 
