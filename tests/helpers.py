@@ -156,13 +156,14 @@ def canonical(p: Program, state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """first, last: canonical states on the host.  losses, norms, rates: of each step."""
+    """first, last: canonical states on the host.  losses, norms, rates, dropped choices of experts: of each step."""
 
     first: TrainState
     last: TrainState
     losses: np.ndarray
     norms: np.ndarray
     rates: np.ndarray
+    dropped: np.ndarray
 
 
 STEPS = 3
@@ -179,7 +180,7 @@ def train_steps(p: Program) -> Outcome:
     for step in range(STEPS):
         state, figures = p.step(state, device_batch(p, step))
         assert_replicated(figures)
-        metrics.append([float(figures[name]) for name in ("loss", "grad_norm", "lr")])
+        metrics.append([float(figures.get(name, 0)) for name in ("loss", "grad_norm", "lr", "dropped_tokens")])
     return Outcome(first, canonical(p, state), *np.transpose(metrics))
 
 
@@ -202,12 +203,13 @@ def trained_reference(config: RunConfig) -> Outcome:
     @jax.jit
     def gradients(params, step, b: Batch):
         dropout = reference.Dropout((config.train.seed, step), b.sample_ids)
-        return jax.value_and_grad(reference.loss)(params, config, b, dropout)
+        return jax.value_and_grad(reference.loss_and_dropped, has_aux=True)(params, config, b, dropout)
 
     for step in range(STEPS):
-        loss, grads = gradients(params, step, host_batch(config, step))
+        (loss, dropped), grads = gradients(params, step, host_batch(config, step))
         params, mu, nu, norm = reference.adamw(config.optim, config.train.steps, step, params, mu, nu, grads)
-        metrics.append([float(loss), norm, reference.learning_rate(config.optim, config.train.steps, step)])
+        rate = reference.learning_rate(config.optim, config.train.steps, step)
+        metrics.append([float(loss), norm, rate, float(dropped)])
     mu, nu = (reference.trained_part(config.optim.freeze.split(), params, moment) for moment in (mu, nu))
     last = TrainState(np.int32(STEPS), params, optax.ScaleByAdamState(np.int32(STEPS), mu, nu))
     return Outcome(first, last, *np.transpose(metrics))

@@ -6,6 +6,7 @@ shapes: B batch, T time, S keys' time, H heads, K head width."""
 
 import fnmatch
 import math
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,45 @@ def attention(
     return (p @ v).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
+def mixture(x, p, c: Model, moe, capacity=None):
+    """(output, balance loss, z-loss, dropped choices) of experts, token by token.  x: [B, T, width].  Losses are means
+    over rows.  capacity: of an expert in each group; None: any number."""
+    rows, time, _ = x.shape
+    group = moe.group or time
+    z = x @ p["router"]
+    probabilities = jnp.exp(z) / jnp.exp(z).sum(-1, keepdims=True)
+    chosen = jnp.argsort(-probabilities, axis=-1, stable=True)[..., : moe.per_token]
+    gates = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    gates = gates / gates.sum(-1, keepdims=True) if moe.renormalize else gates
+    is_chosen = chosen[..., None] == np.arange(moe.experts)  # [B, T, k, E]
+    # Those ahead of a choice: of a lower rank in its group, or of its rank and an earlier token.
+    in_turn = is_chosen.reshape(rows, -1, group, moe.per_token, moe.experts).swapaxes(2, 3)
+    ahead = jnp.cumsum(in_turn.reshape(rows, time // group, -1, moe.experts), axis=2).reshape(in_turn.shape) - in_turn
+    ahead = ahead.swapaxes(2, 3).reshape(is_chosen.shape)
+    kept = is_chosen & (ahead < (group if capacity is None else capacity))
+    weight = (kept * gates[..., None]).sum(2)  # [B, T, E]
+    y = 0
+    for expert in range(moe.experts):
+        e = {name: leaf[expert] for name, leaf in p["experts"].items()}
+        y = y + weight[..., expert, None] * dense_mlp(x, e, c)
+    if moe.shared:
+        of_all = dense_mlp(x, p["shared"], c)
+        y = y + (of_all / (1 + jnp.exp(-(x @ p["shared_gate"])[..., None])) if moe.shared_gate else of_all)
+    share = is_chosen.sum(2).mean(1) / moe.per_token  # [B, E]
+    balance = moe.experts * (share * probabilities.mean(1)).sum(-1).mean()
+    return y, balance, (jnp.log(jnp.exp(z).sum(-1)) ** 2).mean(), is_chosen.sum() - kept.sum()
+
+
+def dense_mlp(h, m, c: Model):
+    up = h @ m["up"] + m.get("up_bias", 0)
+    if c.activation == "swiglu":
+        gate = h @ m["gate"] + m.get("gate_bias", 0)
+        up = up * gate / (1 + jnp.exp(-gate))
+    else:
+        up = gelu(up, c.activation)
+    return up @ m["down"].T + m.get("down_bias", 0)
+
+
 def layer_of(params, c: Model, layer: int):
     """(kind, parameters) of one layer.  Stacks are by place in the period, if there are several kinds."""
     if not c.period:
@@ -106,8 +146,9 @@ def layer_of(params, c: Model, layer: int):
     return kind, jax.tree.map(lambda leaf: leaf[layer], stack)
 
 
-def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
-    """The output of the last block, [B, T, width].  batch: a Batch of [B, ...]."""
+def hidden_states(params, c: Model, batch, dropout: Dropout | None = None, auxiliary: dict | None = None):
+    """The output of the last block, [B, T, width].  batch: a Batch of [B, ...].  auxiliary: in training, sums of what
+    `mixture` returns, by name."""
 
     def drop(x, layer, site):
         return dropout.hidden(x, c.dropout, layer, site) if dropout else x
@@ -134,14 +175,18 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
             y = attention(q, k, v, *how)
             return y @ a["out"].T + a.get("out_bias", 0)
 
-        def mlp(h, m=p["mlp"]):
-            up = h @ m["up"] + m.get("up_bias", 0)
-            if c.activation == "swiglu":
-                gate = h @ m["gate"] + m.get("gate_bias", 0)
-                up = up * gate / (1 + jnp.exp(-gate))
-            else:
-                up = gelu(up, c.activation)
-            return up @ m["down"].T + m.get("down_bias", 0)
+        moe = getattr(kind, "mlp", None) or c.mlp
+
+        def mlp(h, m=p["mlp"], moe=moe):
+            if moe.kind == "dense":
+                return dense_mlp(h, m, c)
+            capacity = None if auxiliary is None else moe.slots(moe.group or h.shape[1])
+            y, balance, z, dropped = mixture(h, m, c, moe, capacity)
+            if auxiliary is not None:
+                auxiliary["balance"] += moe.balance_loss * balance
+                auxiliary["router_z"] += moe.z_loss * z
+                auxiliary["dropped_tokens"] += dropped
+            return y
 
         for branch, name, site in ((attend, "norm1", AFTER_ATTENTION), (mlp, "norm2", AFTER_MLP)):
             if c.norm == "pre":
@@ -151,9 +196,9 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
     return norm(x, params["head"]["norm"], c) if c.norm == "pre" else x
 
 
-def predictions(params, config: RunConfig, batch, dropout: Dropout | None = None):
+def predictions(params, config: RunConfig, batch, dropout: Dropout | None = None, auxiliary: dict | None = None):
     """Logits by loss: tokens [B, T, vocab], sentence order [B, 2], tasks as `task_logits`."""
-    c, head, h = config.model, params["head"], hidden_states(params, config.model, batch, dropout)
+    c, head, h = config.model, params["head"], hidden_states(params, config.model, batch, dropout, auxiliary)
     if config.objective.kind in ("classification", "multiple_choice", "span"):
         return task_logits(head, config, h, batch, dropout)
     table = head.get("tokens", params["embedding"]["tokens"])
@@ -188,21 +233,30 @@ def logits(params, c: Model, tokens):
 
 
 def loss(params, config: RunConfig, batch, dropout: Dropout | None = None):
-    """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats."""
-    total = 0
-    for name, z in predictions(params, config, batch, dropout).items():
+    """`loss_and_dropped` without the latter."""
+    return loss_and_dropped(params, config, batch, dropout)[0]
+
+
+def loss_and_dropped(params, config: RunConfig, batch, dropout: Dropout | None = None):
+    """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats, and of experts'; and the
+    choices of experts that are dropped."""
+    auxiliary = defaultdict(float)
+    logits = predictions(params, config, batch, dropout, auxiliary)
+    total = auxiliary["balance"] + auxiliary["router_z"]
+    for name, z in logits.items():
         if not config.objective.predicts_tokens:
             z = z.swapaxes(1, 2) if name == "span" else z[:, None]  # [rows, labels of a row, classes]
             step = batch.labels.shape[0] // z.shape[0]
             labels = jnp.stack([batch.labels, batch.end_positions][: z.shape[1]], axis=1)[::step]
             nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), labels[..., None], axis=-1)[..., 0].mean(1)
-            return (batch.label_weights[::step] * nll).sum() / batch.label_weights.sum(dtype=np.float64)
+            mean = (batch.label_weights[::step] * nll).sum() / batch.label_weights.sum(dtype=np.float64)
+            return total + mean, auxiliary["dropped_tokens"]
         rows = name == "sentence_order"
         targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.loss_weights)
         nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), targets[..., None], axis=-1)[..., 0]
         weights = weights.astype(np.float64)
         total = total + (weights * nll).sum() / weights.sum()
-    return total
+    return total, auxiliary["dropped_tokens"]
 
 
 def trainable_mask(patterns, params):
@@ -258,7 +312,7 @@ def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
         m = np.where(trainable, o.b1 * m + (1 - o.b1) * (g * shrink), m)
         v = np.where(trainable, o.b2 * v + (1 - o.b2) * (g * shrink) ** 2, v)
         move = (m / (1 - o.b1**n)) / (np.sqrt(v / (1 - o.b2**n)) + o.eps)
-        vector = path[-1].key.endswith(("bias", "scale"))
+        vector = path[-1].key.endswith(("bias", "scale", "shared_gate"))
         return p - rate * (move + (0 if vector else o.weight_decay) * p) * trainable, m, v
 
     trees = jax.tree_util.tree_map_with_path(update, params, mu, nu, grads, trainable)

@@ -7,6 +7,7 @@ notebooks display.  None of them starts a device or imports jax.
     plots.curves({"small": read_records(path)}, "loss")"""
 
 from spmd_lm.plots.bars import collectives, compare, goodput, memory
+from spmd_lm.plots.experts import expert_load
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of
 from spmd_lm.plots.lines import curves
 from spmd_lm.plots.pipelines import schedule
@@ -19,6 +20,7 @@ __all__ = [
     "compare",
     "curves",
     "efficiency",
+    "expert_load",
     "goodput",
     "memory",
     "mesh",

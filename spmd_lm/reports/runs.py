@@ -39,7 +39,7 @@ from spmd_lm.runtime.metrics import Attempt, Record, Status, is_number, read_rec
 
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")  # drawn before all others
 
-NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
+NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps", "expert_load")
 READ_FILES = ("status.json", CONFIG_FILE, "metrics.jsonl", "samples.txt")
 MOST_SHOWN = 2**17
 MOST_OTHERS = 12
@@ -166,6 +166,7 @@ def make_page(directories: Sequence[Path]) -> str:
         page.section("Comparison", *compare(named))
         page.section("What differs in their configurations", config_differences(named))
     page.section("Training", *metric_figures({name: run.records for name, run in runs}))
+    page.section("Experts", expert_figures(named))
     page.section("Costs", costs(named))
     for i, (name, run) in enumerate(runs):
         if alone:
@@ -279,6 +280,29 @@ def metric_figures(runs: Mapping[str, Sequence[Record]]) -> list[Content]:
     figures = [figure(plots.curves(runs, key), f"metric-{key}".replace("_", "-")) for key in known]
     figures += [figure(plots.curves(runs, key), f"other-{i}") for i, key in enumerate(others[:MOST_OTHERS])]
     return [cards(*figures)]
+
+
+def expert_figures(runs: Mapping[str, RunFiles]) -> Content:
+    """What experts received in the newest logged step of each run that has some."""
+    newest = {name: _newest_load(run.records) for name, run in runs.items()}
+    drawn = [(name, record) for name, record in newest.items() if record]
+    figures = [
+        figure(plots.expert_load(record["expert_load"]), f"experts-{i}", f"{name}, step {record['step']:,}")
+        for i, (name, record) in enumerate(drawn)
+    ]
+    return cards(*figures) if figures else ""
+
+
+def _newest_load(records: Sequence[Record]) -> Record | None:
+    """The newest record with a table of numbers as expert_load."""
+    return next((record for record in reversed(records) if _is_load(record.get("expert_load"))), None)
+
+
+def _is_load(load: Any) -> bool:
+    """True for a table of numbers, at least one."""
+    if not (isinstance(load, list) and load and all(isinstance(layer, list) and layer for layer in load)):
+        return False
+    return len({len(layer) for layer in load}) == 1 and all(is_number(each) for layer in load for each in layer)
 
 
 def costs(runs: Mapping[str, RunFiles]) -> Content:

@@ -6,7 +6,8 @@ step, since the record before), eval_loss, eval_perplexity and eval_accuracy.  A
 NAME_loss, eval_NAME_loss and eval_NAME_accuracy; labelled examples have the metrics that evaluation/task_metrics.py
 lists.  Loss scaling adds loss_scale, skipped (true if this step left the parameters unchanged; its grad_norm is then
 not a number) and skipped_steps (since step 1).  A step skipped by train.guard has skipped, reason and samples: the
-positions of its first and last sample, counted from the run's first."""
+positions of its first and last sample, counted from the run's first.  Experts add balance_loss, router_z_loss, and the
+figures of training/expert_load.py."""
 
 import os
 import statistics

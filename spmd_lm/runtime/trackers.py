@@ -153,7 +153,8 @@ class TrackerThread:
             self._report(error)
 
     def _send(self, run: TrackerRun, record: Record) -> None:
-        metrics = {key: value for key, value in without_nan(record).items() if key != "step" and value is not None}
+        found = without_nan(record).items()
+        metrics = {key: value for key, value in found if key != "step" and not isinstance(value, list | None)}
         try:
             run.log(metrics, record["step"])
             self._sent += 1

@@ -27,6 +27,7 @@ from spmd_lm.errors import CheckpointError, ConfigError, Exit, NonFiniteError, O
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.evaluation.tasks.task import EvalTask
 from spmd_lm.evaluation.zero_shot import score_tasks
+from spmd_lm.models.context import STATISTICS
 from spmd_lm.runtime.formatting import without_nan
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status, is_number
 from spmd_lm.runtime.outputs import print_line
@@ -34,6 +35,7 @@ from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
+from spmd_lm.training.expert_load import collapsed, load_figures
 from spmd_lm.training.replicas import ReplicaCheck
 
 MAX_IN_FLIGHT = 2  # steps dispatched but not awaited; each holds a batch, and none can be cancelled
@@ -60,6 +62,7 @@ class TrainingRun:
     state: TrainState  # on devices
     base: Meta = field(default_factory=dict)  # checkpoints' metadata about a base that they do not hold
     metrics: dict[str, float] = field(default_factory=dict)  # the newest step's that was read
+    expert_load: Record = field(default_factory=dict)  # figures of experts of the same step
     record: Record = field(default_factory=dict)  # to be logged for this step
     logged: Record = field(default_factory=dict)  # the newest record
     tasks: Sequence[EvalTask] = ()  # those in train.eval_tasks
@@ -74,6 +77,7 @@ class TrainingRun:
         self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # without steps in train.guard.exclude
+        self.told_of_collapse = False
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # at the last `speed`
 
     @cached_property
@@ -108,7 +112,9 @@ class TrainingRun:
     def _read(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:
             step, arrays = self._in_flight.popleft()
-            values = {name: array.item() for name, array in jax.device_get(arrays).items()}
+            arrays = jax.device_get(arrays)
+            self.expert_load = load_figures(arrays)
+            values = {name: array.item() for name, array in arrays.items() if name not in STATISTICS}
             if step == self._first_step:
                 self.status.first_step_done()
             reason = values.pop("skip_reason", 0)
@@ -289,7 +295,10 @@ def log(run: TrainingRun) -> None:
     run.progress.step(run.step)
     if run.is_due(run.config.train.log_every):
         run.wait()
-        run.record = run.metrics | run.speed() | run.record
+        run.record = run.metrics | run.expert_load | run.speed() | run.record
+        if run.expert_load and not run.told_of_collapse and (problem := collapsed(run.expert_load["expert_load"])):
+            run.progress.log(f"step {run.step}: {problem}")
+            run.told_of_collapse = True
     if not run.record:
         return
     record, run.record = {"step": run.step, **run.record}, {}

@@ -39,7 +39,9 @@ def test_data_and_model_may_be_several_rings_of_a_mesh():
     on_mesh = PARAMETERS.on_mesh(("pipe", "replica", "data0", "data1", "model0", "model1")).table
     assert on_mesh["zero_width"] == ("data0", "data1") and on_mesh["heads"] == ("model0", "model1")
     assert {name for name, on in on_mesh.items() if on != PARAMETERS.table[name]} == {
-        *("zero_width", "zero_width_bytes", "zero_width_blocks", "heads", "kv_heads", "mlp", "vocab")
+        *("zero_width", "zero_width_bytes", "zero_width_blocks", "heads", "kv_heads", "mlp", "vocab"),
+        *("expert_zero_width", "experts"),
     }
+    assert on_mesh["experts"] == ()
     stream = activation_rules(True).on_mesh(("pipe", "replica", "data0", "data1", "model")).table
     assert stream["batch"] == ("replica", "data0", "data1") and stream["sequence"] == ("model",)

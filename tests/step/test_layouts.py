@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import NoAdapter
 from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
@@ -21,6 +22,16 @@ def runs(draw):
     """A model, and a layout of it on 2 to 8 devices; what cannot be is drawn again."""
     chance = st.booleans()
     heads, layers = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 4))
+    moe = {
+        "kind": "moe",
+        "experts": draw(st.sampled_from([4, 8])),
+        "per_token": draw(st.integers(1, 3)),
+        "capacity": draw(st.sampled_from(["none", 1.0, 0.5])),
+        "group": draw(st.sampled_from([None, 3])),
+        "renormalize": draw(chance),
+        "shared": draw(st.sampled_from([None, heads * 2])),
+    }
+    dense = {"kind": "dense"}
     model = {
         "layers": layers,
         "heads": heads,
@@ -33,6 +44,8 @@ def runs(draw):
         "use_bias": draw(chance),
         "tie_embeddings": draw(chance),
         "scan": draw(chance),
+        "mlp": draw(st.sampled_from([dense, moe, moe | {"shared_gate": moe["shared"] is not None}])),
+        "period": draw(st.sampled_from([None, ["block", {"kind": "block", "mlp": moe}]])),
     }
     degree = st.sampled_from([1, 2, 3, 4])
     parallel = {
@@ -42,6 +55,7 @@ def runs(draw):
         "run_idle_stages": draw(chance),
         "replica": draw(st.sampled_from([1, 2])),
         "data": draw(degree),
+        "expert": draw(st.sampled_from([1, 2, 4, 8])),
         "model": draw(degree),
         "microbatches": draw(st.sampled_from([1, 2, 4])),
         "zero": draw(st.integers(0, 3)),
@@ -50,7 +64,7 @@ def runs(draw):
         "prefetch": draw(st.sampled_from(["auto", "on"])),
         "partitioner": draw(st.sampled_from(["types", "manual"])),
     }
-    devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))
+    devices = math.prod(parallel[axis] for axis in MESH_AXES)
     hypothesis.assume(2 <= devices <= 8)
     sized, laid_out = Model(**model), Parallel(**parallel)
     if not any(collective_matmul_obstacles(sized, laid_out, NoAdapter())):
@@ -71,5 +85,6 @@ def test_any_layout_computes_the_reference(drawn):
     for each in (program, trained, trained_reference):
         each.cache_clear()  # of what is not asked for again
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert got.dropped.tolist() == want.dropped.tolist()
     assert got.norms == pytest.approx(want.norms, rel=1e-12)
     assert_states_close(got.last, want.last, 1e-11)

@@ -1,0 +1,34 @@
+"""Figures of what experts receive, from a step's counts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd_lm.models.context import DROPPED_TOKENS, EXPERT_TOKENS
+
+UNUSED = 0.1  # an expert that receives less, in multiples of an even share
+
+
+def load_figures(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Figures of the counts that STATISTICS of models/context.py names: expert_load, the tokens that choose each
+    expert, in multiples of an even share, [layers with experts, experts]; largest_load, the largest of these; and
+    dropped_share, the share of choices that are dropped.  {} for a model without experts."""
+    if EXPERT_TOKENS not in counts:
+        return {}
+    tokens = counts[EXPERT_TOKENS]
+    tokens = tokens[tokens.sum(1) > 0]
+    load = tokens / tokens.mean(1, keepdims=True)
+    dropped = float(counts[DROPPED_TOKENS] / tokens.sum())
+    return {"expert_load": load.round(3).tolist(), "largest_load": float(load.max()), "dropped_share": dropped}
+
+
+def collapsed(load: list[list[float]]) -> str:
+    """What to say of the layer with most unused experts, where these are half of its experts or more; '' for none."""
+    unused = [sum(each < UNUSED for each in layer) for layer in load]
+    layer = max(range(len(load)), key=unused.__getitem__)
+    experts = len(load[layer])
+    if unused[layer] < experts / 2:
+        return ""
+    where = f"in layer {layer + 1} of those with experts, {unused[layer]} of {experts} experts"
+    return f"{where} receive less than {UNUSED:g} of an even share of the tokens. Raise model.mlp.balance_loss."
