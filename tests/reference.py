@@ -238,8 +238,8 @@ def loss(params, config: RunConfig, batch, dropout: Dropout | None = None):
 
 
 def loss_and_dropped(params, config: RunConfig, batch, dropout: Dropout | None = None):
-    """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats, and of experts'; and the
-    choices of experts that are dropped."""
+    """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats, and of experts' losses;
+    and the number of choices that experts drop."""
     auxiliary = defaultdict(float)
     logits = predictions(params, config, batch, dropout, auxiliary)
     total = auxiliary["balance"] + auxiliary["router_z"]

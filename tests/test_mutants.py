@@ -112,6 +112,19 @@ def test_evaluation(run, partitioner, x64):
     np.testing.assert_allclose(logits.reshape(wanted.shape), wanted, rtol=0, atol=1e-12)
 
 
+def with_experts() -> RunConfig:
+    moe = {"kind": "moe", "experts": 4, "capacity": 1.0, "group": 8, "shared": 24, "shared_gate": True}
+    parallel = {"data": 2, "expert": 2, "model": 2, "sequence": True, "zero": 3, "microbatches": 2}
+    return make_config(model={"layers": 2, "mlp": moe}, parallel=parallel | {"partitioner": "manual"})
+
+
+def test_parity_of_experts(x64):
+    got, want = trained(with_experts()), trained_reference(with_experts())
+    for figures in ("losses", "norms", "rates", "dropped"):
+        assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+
+
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_communication(run, partitioner, x64):

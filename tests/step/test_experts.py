@@ -1,24 +1,31 @@
 """A mixture of experts is the same run under every layout, and what the reference computes token by token."""
 
+import jax
 import pytest
 
-from tests.helpers import assert_states_close, make_config, trained, trained_reference
+from spmd_lm.axes import EXPERTS
+from spmd_lm.models import experts
+from spmd_lm.ops import collectives
+from spmd_lm.step import guard, optimizer
+from spmd_lm.step.program import Program
+from tests.helpers import Outcome, assert_states_close, degrees, make_config, train_steps, trained, trained_reference
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 MOE = {"kind": "moe", "experts": 4, "capacity": 1.0}
 RUNS = {
-    "one device, rows in two groups": ({"data": 1}, {"group": 8, "capacity": 0.5}),
-    "data 2 x expert 2, a shared expert": (
-        {"data": 2, "expert": 2, "zero": 1},
-        {"shared": 24, "shared_gate": True, "renormalize": False, "per_token": 1, "capacity": 1.25},
-    ),
     "expert 2 x model 2, sequence, ZeRO-3": (
         {"data": 1, "expert": 2, "model": 2, "sequence": True, "zero": 3, "microbatches": 2},
-        {"capacity": "none"},
+        {"group": 8, "capacity": 0.5, "shared": 24, "shared_gate": True},
     ),
 }
 MORE = {
+    "one device": ({"data": 1}, {"capacity": 0.5}),
+    "data 2 x expert 2, Switch": (
+        {"data": 2, "expert": 2, "zero": 1},
+        {"renormalize": False, "per_token": 1, "capacity": 1.25},
+    ),
+    "dropless": ({"data": 2, "expert": 2, "model": 2, "sequence": True, "zero": 1}, {"capacity": "none"}),
     "expert 4, unrolled": ({"data": 2, "expert": 4, "zero": 2}, {"per_token": 3}),
     "pipe 2 x expert 2, ZeRO-3": ({"pipe": 2, "data": 2, "expert": 2, "zero": 3, "microbatches": 2}, {}),
     "breadth first": (
@@ -46,8 +53,76 @@ def test_a_layout_computes_the_reference(parallel, moe):
     form = {"scan": "expert" not in parallel or parallel["expert"] < 4}
     activation = {"activation": "swiglu"} if moe.get("shared_gate") else {}
     config = config_of(parallel, moe, **form, **activation)
-    got, want = trained(config), trained_reference(config)
+    want = trained_reference(config)
+    assert_same_run(trained(config), want)
+    assert (sum(want.dropped) > 0) == (moe.get("capacity") != "none")
+
+
+def assert_same_run(got: Outcome, want: Outcome) -> None:
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    assert got.dropped.tolist() == want.dropped.tolist() and (sum(want.dropped) > 0) == (moe.get("capacity") != "none")
+    assert got.dropped.tolist() == want.dropped.tolist()
     assert got.norms == pytest.approx(want.norms, rel=1e-12)
     assert_states_close(got.last, want.last, 1e-11)
+
+
+# ---- faults that mixtures of experts are known for; each is told
+
+
+def router_reads_the_region(patch):
+    logits = experts.router_logits
+    patch.setattr(experts, "router_logits", lambda x, w: logits(collectives.copy_to_region(x, "mlp"), w))
+
+
+def gates_are_not_summed(patch):
+    def copy(x, name):
+        return x if x.shape[-1] == MOE["experts"] else collectives.copy_to_region(x, name)
+
+    patch.setattr(experts, "copy_to_region", copy)
+
+
+def groups_are_a_device_s(patch):
+    make = experts.make_routes
+    patch.setattr(
+        experts, "make_routes", lambda chosen, n, group, c: make(chosen, n, len(chosen), c * len(chosen) // group)
+    )
+
+
+def losses_are_counted_per_shard(patch):
+    patch.setattr(experts, "sum_of_shares", lambda x, name: collectives.psum(x, "mlp"))
+
+
+def experts_are_left_out_of_the_norm(patch):
+    def norm(plan, grads):
+        names = optimizer.subset_of(plan.sharded_names, grads)
+        without = jax.tree.map(lambda g, n: g * (EXPERTS not in n), grads, names)
+        return optimizer.global_norm(plan, without)
+
+    patch.setattr(guard, "global_norm", norm)
+
+
+def biases_decay(patch):
+    def mask(names):
+        is_names = optimizer.is_dim_names
+        return jax.tree.map(lambda n: len([each for each in n if each != "layers"]) > 1, names, is_leaf=is_names)
+
+    patch.setattr(optimizer, "decay_mask", mask)
+
+
+FAULTS = [
+    router_reads_the_region,
+    gates_are_not_summed,
+    groups_are_a_device_s,
+    losses_are_counted_per_shard,
+    experts_are_left_out_of_the_norm,
+    biases_decay,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_told(fault, monkeypatch):
+    config = config_of({"data": 1, "expert": 2, "model": 2, "zero": 1}, {})
+    want = trained_reference(config)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same_run(train_steps(Program(config, jax.devices()[: degrees(config).devices])), want)
