@@ -121,10 +121,10 @@ def _plan_of_run(config: RunConfig) -> Plan:
 
 
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    parameters, rules = [], PARAMETERS.with_own(plan.own_rules)
+    # `data` is one axis here, in the mesh perhaps several
+    parameters, rules = [], PARAMETERS.with_own(plan.own_rules).on_mesh(tuple(plan.layout.sizes))
     for each in plan.parameters:
         size = each.elements * dtype_bytes(memory.stored_dtype(config, each))
-        # `data` is one axis here, in the mesh perhaps several
         spec = [list(rules.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})

@@ -8,6 +8,7 @@ import numpy as np
 from spmd_lm.models.context import DROPPED_TOKENS, EXPERT_TOKENS
 
 UNUSED = 0.1  # an expert that receives less, in multiples of an even share
+RECORDS = 3
 
 
 def load_figures(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -16,11 +17,24 @@ def load_figures(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
     dropped_share, the share of choices that are dropped.  {} for a model without experts."""
     if EXPERT_TOKENS not in counts:
         return {}
-    tokens = counts[EXPERT_TOKENS]
+    tokens = counts[EXPERT_TOKENS].astype(np.float64)
     tokens = tokens[tokens.sum(1) > 0]
     load = tokens / tokens.mean(1, keepdims=True)
     dropped = float(counts[DROPPED_TOKENS] / tokens.sum())
     return {"expert_load": load.round(3).tolist(), "largest_load": float(load.max()), "dropped_share": dropped}
+
+
+class CollapseWatch:
+    """Tells once of experts that are not used, in RECORDS records in a row after the warm-up."""
+
+    def __init__(self, warmup: int):
+        self.warmup, self.seen = warmup, 0
+
+    def tell(self, step: int, load: list[list[float]]) -> str:
+        """What to say of the load of a logged step; '' for nothing."""
+        problem = collapsed(load) if step > self.warmup else ""
+        self.seen = self.seen + 1 if problem or self.seen >= RECORDS else 0
+        return f"step {step}: {problem}" if self.seen == RECORDS else ""
 
 
 def collapsed(load: list[list[float]]) -> str:

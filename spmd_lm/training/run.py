@@ -35,7 +35,7 @@ from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.expert_load import collapsed, load_figures
+from spmd_lm.training.expert_load import CollapseWatch, load_figures
 from spmd_lm.training.replicas import ReplicaCheck
 
 MAX_IN_FLIGHT = 2  # steps dispatched but not awaited; each holds a batch, and none can be cancelled
@@ -77,7 +77,7 @@ class TrainingRun:
         self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # without steps in train.guard.exclude
-        self.told_of_collapse = False
+        self.collapse_watch = CollapseWatch(self.config.optim.warmup)
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # at the last `speed`
 
     @cached_property
@@ -296,9 +296,8 @@ def log(run: TrainingRun) -> None:
     if run.is_due(run.config.train.log_every):
         run.wait()
         run.record = run.metrics | run.expert_load | run.speed() | run.record
-        if run.expert_load and not run.told_of_collapse and (problem := collapsed(run.expert_load["expert_load"])):
-            run.progress.log(f"step {run.step}: {problem}")
-            run.told_of_collapse = True
+        if run.expert_load and (problem := run.collapse_watch.tell(run.step, run.expert_load["expert_load"])):
+            run.progress.log(problem)
     if not run.record:
         return
     record, run.record = {"step": run.step, **run.record}, {}

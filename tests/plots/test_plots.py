@@ -56,6 +56,14 @@ def stage(number):
     return [4 * data + 2 * number + model for data in range(4) for model in range(2)]
 
 
+def test_the_load_of_experts_has_a_row_for_each_layer():
+    load = [[0.5, 1.0, 1.5, 1.0], [4.0, 0.0, 0.0, 0.0]]
+    figure = plots.expert_load(load)
+    (image,) = figure.axes[0].images
+    assert image.get_array().tolist() == load and {"none", "even", "twice", "expert"} <= {*texts(figure)}
+    plots.expert_load([[1.0] * 2048] * 96).to_svg()
+
+
 def test_a_large_mesh_is_abbreviated():
     found = texts(plots.mesh({"mesh": {"pipe": 16, "replica": 2, "data0": 16, "data1": 8, "model": 8}}))
     assert "32767" in found and "…" in found and len(found) < 500
