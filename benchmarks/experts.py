@@ -21,6 +21,7 @@ import numpy as np
 from children import ROOT, environment
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 LAYOUTS = {
     "dense": ["parallel.data=4", "parallel.model=2"],
