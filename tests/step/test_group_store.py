@@ -4,11 +4,13 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import threading
 from collections import namedtuple
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from spmd_lm.checkpoints import inspection
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.leaves import present_fields
 from spmd_lm.checkpoints.restored import restore_state
+from spmd_lm.cli import main
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import ConfigError, Exit, OffloadError, OutputError
 from spmd_lm.parallel import groups
@@ -263,9 +266,75 @@ def measure(place: str, directory: str) -> None:
     print(json.dumps(found | {"group": max(sizes), "state": sum(sizes)}))
 
 
-def anonymous() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+LARGE = {"width": 896, "layers": 14, "heads": 14, "activation": "swiglu", "context": 32}
+LARGE_RUN = [
+    *("train", "configs/debug.yaml", "data.source=synthetic", "train.batch=1", "optim.offload=disk"),
+    *("precision.compute=bfloat16", "precision.reduce=bfloat16", "checkpoint.every=2"),
+    *(f"model.{key}={value}" for key, value in LARGE.items()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_state_larger_than_memory_trains(tmp_path):
+    """180M parameters, 2.0 GiB of masters and moments, in processes that may take 1.6 GiB: from the start, and from a
+    checkpoint.  A cgroup limits them, where one can be made; and their anonymous memory is sampled."""
+    limit = int(12 * 16 * LARGE["layers"] * LARGE["width"] ** 2 / 1.25)
+    # Without this pass: a CPU's compiler casts all weights to float32 before the loop of layers.
+    flags = "--xla_disable_hlo_passes=while-loop-invariant-code-motion"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "MALLOC_TRIM_THRESHOLD_": "0"}
+    with cgroup(limit) as group:
+        for steps in (2, 3):
+            arguments = [*LARGE_RUN, f"run.dir={tmp_path / 'run'}", f"train.steps={steps}"]
+            code = f"from tests.step.test_group_store import train; train({arguments}, {group})"
+            with open(tmp_path / "output", "w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code], env=environment, cwd=processes.ROOT, stdout=output, stderr=output
+                )
+            seen = [0.0]
+            processes.wait_until(lambda p=process, s=seen: s.append(anonymous(p.pid)) or p.poll() is not None, process)
+            assert process.returncode == Exit.DONE, (tmp_path / "output").read_text()[-2000:]
+            assert 2**20 * max(seen) < limit, max(seen)
+    assert sum(path.stat().st_size for path in (tmp_path / "run/checkpoints/2").glob("group-*")) >= 1.25 * limit
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite([record["loss"] for record in metrics]).sum() == 3
+
+
+def train(arguments: list[str], cgroup: str | None) -> None:
+    """Trains in this cgroup, with groups of 48 MiB."""
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text(f"{os.getpid()}")
+    groups.GROUP_ELEMENTS = 2**22
+    raise SystemExit(main(arguments))
+
+
+@contextmanager
+def cgroup(limit: int):
+    """Yields the path of a new cgroup with this memory, quoted; None if none can be made."""
+    path = new_cgroup(limit)
+    try:
+        yield path and repr(str(path))
+    finally:
+        if path:
+            path.rmdir()
+
+
+def new_cgroup(limit: int) -> Path | None:
+    for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        path = Path(root, f"test-{os.getpid()}")
+        with suppress(OSError):
+            path.mkdir()
+            if (path / name).exists():
+                (path / name).write_text(f"{limit}")
+                return path
+            path.rmdir()
+    return None
+
+
+def anonymous(pid: int | str = "self") -> float:
+    """A process's anonymous memory in MiB; 0 if it has ended."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def peak(call, peaks: list[float]):
