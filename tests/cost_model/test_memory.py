@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
 from spmd_lm.parallel import groups
-from spmd_lm.parallel.groups import offloaded
+from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.planning import plan_report
 from spmd_lm.planning.audit import audit_step
 from spmd_lm.resolve import abstract_plan
@@ -50,7 +50,7 @@ def test_the_step_takes_no_masters_or_moments_of_what_is_offloaded(zero):
     taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
     assert sum(memory.state(p.config, p.plan).values()) == taken - 8
     state, on_host = p.init(), memory.state_on_host(p.config, p.plan)
-    assert on_host == shard_bytes(state.offloaded) == memory.copied_by_updates(p.config, p.plan)[TO_DEVICES]
+    assert on_host == shard_bytes(state.group_states) == memory.copied_by_updates(p.config, p.plan)[TO_DEVICES]
     assert p.copied_by_updates() == memory.copied_by_updates(p.config, p.plan)
     weights = on_host // 6  # two bytes of twelve
     assert taken - 8 + on_host - weights == sum(memory.state(whole.config, whole.plan).values())
@@ -237,7 +237,7 @@ def test_zero_offload_s_split():
     optim = {"offload": "host", "offload_update": "host"}
     config = make_config(model={"width": 512}, precision=precision, optim=optim, parallel={"data": 8, "zero": 2})
     plan = abstract_plan(config, 8, "gpu", "")
-    matrices = sum(each.elements for each in offloaded(plan))
+    matrices = sum(each.elements for each in offloaded_parameters(plan))
     vectors = plan.elements_per_device() - matrices
     assert vectors < 0.05 * matrices
     assert sum(memory.state(config, plan).values()) == 2 * matrices + 12 * vectors
@@ -285,7 +285,7 @@ def test_updates_hold_gradients_and_two_groups(monkeypatch):
     sections = {"model": {"layers": 16, "width": 256}, "precision": LOW, "train": {"batch": 1}, "remat": FULL}
     config = make_config(optim={"offload": "host"}, **sections)
     point = memory.fullest_point(config, plan := abstract_plan(config, 1, "tpu", ""))
-    matrices = sum(each.elements for each in offloaded(plan))
-    largest = max(each.elements // 16 for each in offloaded(plan) if each.names[0] == "layers")
+    matrices = sum(each.elements for each in offloaded_parameters(plan))
+    largest = max(each.elements // 16 for each in offloaded_parameters(plan) if each.names[0] == "layers")
     assert (point.name, point.gradients) == (memory.UPDATE, 4 * matrices)
     assert point.workspace == 2 * 12 * largest

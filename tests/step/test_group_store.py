@@ -29,6 +29,7 @@ from spmd_lm.parallel import groups
 from spmd_lm.parallel.array_parts import ShardReader
 from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.step import group_store
 from tests import processes
 from tests.helpers import FLOAT32, assert_equal, device_batch
@@ -58,16 +59,12 @@ def begun(compiled):
     """(program, state at the start, directory of its files)."""
     p, canonical = compiled
     state = p.from_canonical(placed(p, canonical))
-    wait(p)
+    p.offload.store.flush()
     return p, state, p.offload.store.directory
 
 
 def files(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name != ".lock")
-
-
-def wait(p):
-    p.offload.store._committed.result()
 
 
 def test_the_next_step_s_files_stand_beside_this_one_s_until_all_are_written(begun, monkeypatch):
@@ -76,16 +73,15 @@ def test_the_next_step_s_files_stand_beside_this_one_s_until_all_are_written(beg
     assert number > 2
 
     def all_of(step):
-        return [f"{step}", *(f"{step}/{group:04d}.safetensors" for group in range(number)), "committed"]
+        return [f"{step}", *(f"{step}/{group:04d}.safetensors" for group in range(number))]
 
     assert files(directory) == sorted(all_of(0))
-    seen, write = [], group_store.write_atomically
-    monkeypatch.setattr(group_store, "write_atomically", lambda *each: seen.append(files(directory)) or write(*each))
+    seen, remove = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append((path.name, files(directory))) or remove(path))
     run(p, state, range(1))
-    wait(p)
-    assert seen == [sorted({*all_of(0), *all_of(1)})]
+    p.offload.store.flush()
+    assert seen == [("0", sorted({*all_of(0), *all_of(1)}))]
     assert files(directory) == sorted(all_of(1))
-    assert (directory / "committed").read_text() == "1\n"
 
 
 @pytest.mark.slow
@@ -98,7 +94,7 @@ def test_files_are_parts_of_a_checkpoint(place, tmp_path, monkeypatch):
         extra = {"train": {"batch": 12, "steps": 10}} if parallel["data"] == 3 else {}
         p = make(tmp_path, **sections, **extra, parallel=parallel, optim={"offload_update": place})
         state, _ = run(p, p.init(), range(1))
-        wait(p)
+        p.offload.store.flush()
         expected = leaves_by_path(on_host(p, state))
         opened = [safe_open(path, "numpy") for path in tmp_path.rglob("*.safetensors")]
         reader = ShardReader(opened)
@@ -130,16 +126,20 @@ def test_a_changed_file_is_named_with_its_group(harm, begun):
 def test_a_full_disk_is_named_and_the_files_of_the_last_step_are_whole(begun, monkeypatch):
     p, state, directory = begun
     before = {path: path.read_bytes() for path in directory.rglob("*.safetensors")}
-    create = group_store.create
-
-    def create_on_disk(path):
-        return open("/dev/full", "wb") if path.name == "0001.safetensors" else create(path)
-
-    monkeypatch.setattr(group_store, "create", create_on_disk)
+    fill_up(monkeypatch, "1/0001.safetensors")
     with pytest.raises(OutputError, match=r"1/0001.safetensors: cannot be written: No space left .*are needed. Make"):
         run(p, state, range(1))
     assert {path: path.read_bytes() for path in before} == before
-    assert (directory / "committed").read_text() == "0\n"
+
+
+def fill_up(patch, name: str) -> None:
+    """Gives the file of this name no room."""
+    create = group_store.create
+
+    def create_on_disk(path):
+        return open("/dev/full", "wb") if str(path).endswith(name) else create(path)
+
+    patch.setattr(group_store, "create", create_on_disk)
 
 
 def test_a_directory_is_refused_before_a_step(begun, tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_links_to_the_files(links, begun, tmp_path, monkeypatch)
     state, _ = run(p, state, range(1))
     saved = fingerprints(on_host_arrays(p, state))[0]
     checkpoints.save(1, p.to_save(state), make_meta({}, 0, ""))
-    wait(p)
+    p.offload.store.flush()
     stored = {path.stat().st_ino for path in directory.rglob("*.safetensors")}
     run(p, state, range(1, 3))
     checkpoints.close()
@@ -264,6 +264,40 @@ def measure(place: str, directory: str) -> None:
     found = {"program": program[-1], "update": update[-1], "save": max(save), "resting": resting}
     p.close()
     print(json.dumps(found | {"group": max(sizes), "state": sum(sizes)}))
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up_goes_on_once_there_is_room(tmp_path, monkeypatch, capsys):
+    """With the bits of one that had room; verbs read its checkpoints, which are links; and while it runs, replay needs
+    another directory."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**15)
+    keys = ["model.layers=1", "train.steps=6", "checkpoint.every=2", "precision.compute=bfloat16", "--devices", "8"]
+    keys += ["optim.offload=disk"]
+    lines = [["train", "configs/debug.yaml", f"run.dir={tmp_path / name}", *keys] for name in ("room", "full")]
+    assert main(lines[0]) == Exit.DONE
+    full = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        fill_up(patch, fifth := "5/0001.safetensors")
+        capsys.readouterr()
+        assert main(lines[1]) == Exit.CONFIG
+        lines_of_error = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{fifth}: cannot be written: No space left .* needed\. Make room\.", lines_of_error[-1])
+    assert json.loads((full / "status.json").read_text())["exit_code"] == Exit.CONFIG
+    assert main(lines[1]) == Exit.DONE
+    assert "resuming after step 4" in capsys.readouterr().out
+    assert not (full / "offload").exists()
+    assert main(["ckpt", "diff", f"{full}@6", f"{tmp_path / 'room'}@6"]) == Exit.DONE
+
+    assert [*(full / "checkpoints/6").glob("group-*.safetensors")]
+    others = ["--devices", "8"]
+    assert main(["eval", str(full), *others]) == Exit.DONE
+    assert main(["generate", str(full), "--prompt", "def ", "--tokens", "4", *others]) == Exit.DONE
+    assert main(["export", str(full), str(tmp_path / "exported"), *others]) == Exit.DONE
+    assert (tmp_path / "exported/model.safetensors").exists()
+    with lock_directory(full / "offload/process-0", print, True):
+        capsys.readouterr()
+        assert main(["replay", str(full), "6", *others]) == Exit.CONFIG
+        assert "is writing there" in (told := capsys.readouterr().err) and "another optim.offload_dir" in told, told
 
 
 LARGE = {"width": 896, "layers": 14, "heads": 14, "activation": "swiglu", "context": 32}
