@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.planning import plan_report
@@ -277,6 +278,26 @@ def test_zero_infinity_s_activation_checkpoints(layers, width, terabytes):
     per_node = 16 * memory.activations_on_host(config, abstract_plan(config, 16, "gpu", ""))
     assert per_node == 2 * 32 * 1024 * width * layers
     assert round(per_node / 2**40, 2) == terabytes
+
+
+STATES = [(80, 10240, 1.83), (100, 20480, 9.16), (128, 25600, 18.31), (195, 65536, 182.81), (315, 163840, 1845.70)]
+
+
+@pytest.mark.parametrize(("layers", "width", "tebibytes"), STATES)
+def test_zero_infinity_s_model_states(layers, width, tebibytes):
+    """ZeRO-Infinity, table 2: 20 bytes for each of 12 x width^2 parameters a layer.  Of these 16 are ours, 12 on disk
+    and 2 of weights and 2 of gradients on devices; the others are gradients in float32.  The paper's 10T parameters on
+    one DGX-2 have their weights on disk too; ours stay on devices, where 0.5T do not fit."""
+    model = {"layers": layers, "width": width, "heads": width // 128, "context": 1024, "vocab": 512}
+    sections = {"train": {"batch": 32}, "precision": LOW | {"reduce": "bfloat16"}, "optim": {"offload": "disk"}}
+    config = make_config(model=model, parallel={"data": 16, "zero": 3}, **sections)
+    plan = abstract_plan(config, 16, "gpu", "")
+    on_device, on_disk = sum(memory.state(config, plan).values()), memory.state_on_disk(config, plan)
+    elements = 12 * layers * width**2 / 16
+    assert on_device / elements == pytest.approx(2, rel=0.02) and on_disk / elements == pytest.approx(12, rel=0.01)
+    gradients = on_disk / 12 * memory.dtype_bytes(config.precision.reduce)
+    assert 16 * (on_device + gradients + on_disk) * 20 / 16 == pytest.approx(tebibytes * 2**40, rel=0.01)
+    assert (on_device > find_hardware("Tesla V100").memory.size) == (width > 10240)
 
 
 def test_updates_hold_gradients_and_two_groups(monkeypatch):
