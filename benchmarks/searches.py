@@ -53,7 +53,7 @@ def main() -> int:
             peak = confirmed["compiled_peak"] or float("inf")  # None if the compiler refuses it
             compiled = f"peak {peak / 2**30:.1f} GiB for {best.memory / 2**30:.1f}"
             compiled += ", bytes as theory has them" if confirmed["matches_theory"] else ", NOT as theory"
-            failed += peak > best.memory + best.room or not confirmed["matches_theory"]
+            failed += peak > best.memory + best.device_room or not confirmed["matches_theory"]
         failed += best.seconds > paper.seconds
         chosen = " ".join(f"{key}={value}" for key, value in describe_layout(best)["layout"].items())
         cells = (

@@ -46,6 +46,10 @@ class LayoutError(ConfigError):
     """A layout that does not divide the model, the batch or the devices."""
 
 
+class HostBorderError(LayoutError):
+    """A layout of whose `data` no part lies within a host and another across hosts, as parallel.secondary needs."""
+
+
 class CompilerError(ConfigError):
     """A step that the compiler rejects.  reason: the compiler's.  out_of_memory: the devices have too little memory."""
 

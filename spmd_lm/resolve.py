@@ -21,12 +21,12 @@ from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.memory import tokens_per_chunk
 from spmd_lm.cost_model.sizes import tokens_per_device
-from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.errors import ConfigError, HostBorderError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.modules import ModelModules, modules_of_model
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.parallel.codecs import Codec
-from spmd_lm.parallel.groups import offloaded
+from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.parallel.mesh import Layout, Rings, abstract_mesh, host_rings
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
@@ -125,7 +125,7 @@ def abstract_plan(
         own_rules=model.modules.rules,
         replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )
-    if (memory := config.optim.offload) != "none" and not offloaded(plan):
+    if (memory := config.optim.offload) != "none" and not offloaded_parameters(plan):
         raise ConfigError(f"optim.offload={memory}: no matrix is trained, and vectors stay. Use optim.offload=none.")
     return plan
 
@@ -137,8 +137,8 @@ def _scatter_codec(codes: str, platform: str) -> Codec | None:
 
 
 def _host_rings(config: RunConfig, layout: Layout, platform: str, kind: str, host: int | None) -> Rings | None:
-    """The rings into which this run's `data` is split, or None.  Raises LayoutError where a secondary copy needs them
-    and no border of a host lies within `data`; gradients then take one hop."""
+    """The rings into which this run's `data` is split, or None.  Raises HostBorderError where a secondary copy needs
+    them and no border of a host lies within `data`; gradients then take one hop."""
     p = config.parallel
     if (p.secondary, p.quantize_scatter) == ("none", "none") or layout.zero_shards == 1:
         return None
@@ -146,14 +146,14 @@ def _host_rings(config: RunConfig, layout: Layout, platform: str, kind: str, hos
         return None  # make_mesh makes those of its torus
     chosen, off = "parallel.secondary=within_host", "Use parallel.secondary=none."
     if platform == "tpu":
-        raise LayoutError(f"{chosen} on a TPU: the links of a slice join devices of all its hosts alike. {off}")
+        raise HostBorderError(f"{chosen} on a TPU: the links of a slice join devices of all its hosts alike. {off}")
     hardware = find_hardware(kind)
     rings = host_rings(layout, host or (hardware.devices_per_host if hardware and platform == "gpu" else None))
     if rings.hosts == 1 or rings.within == 1:
         if p.secondary == "none":
             return None
         where = "on one host: nothing is gathered across hosts" if rings.hosts == 1 else "on hosts of their own"
-        raise LayoutError(f"{chosen}: all {layout.data} devices of `data` are {where}. {off}")
+        raise HostBorderError(f"{chosen}: all {layout.data} devices of `data` are {where}. {off}")
     return rings
 
 

@@ -115,6 +115,7 @@ class Hardware:
     efficiency: share of the peak that audit assumes of matmuls, on a GPU where `compiled` is None.
     on_chip: see hardware.yaml.
     host: bytes per second from or to the host's memory.
+    host_memory: a device's share of its bytes.
     kernel_overhead: seconds of each kernel besides its work; None for the software's."""
 
     device_kind: str
@@ -129,6 +130,7 @@ class Hardware:
     kernel_overhead: float | None = None
     compiled: Compiled | None = None
     host: float | None = None
+    host_memory: float | None = None
 
     @property
     def peak_flops(self) -> float:
@@ -165,6 +167,7 @@ def _parse(row: dict[str, Any]) -> Hardware:
         kernel_overhead=None if overhead is None else MICRO * overhead,
         compiled=Compiled(**row["compiled"]) if row.get("compiled") else None,
         host=GIGA * row["host"] if row.get("host") else None,
+        host_memory=GIB * row["host_memory"] if row.get("host_memory") else None,
     )
 
 

@@ -66,6 +66,7 @@ class HardwareRow(PeakRow):
     closes_at: CountOrZero = 0
     network: Positive | None = None
     host: Positive | None = None
+    host_memory: Positive | None = None
     latency: LatencyRow
     devices_per_host: CountOrZero = 0
     kernel_overhead: NotNegative | None = None

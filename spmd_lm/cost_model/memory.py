@@ -17,7 +17,7 @@ from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import bytes_of_moments
-from spmd_lm.parallel.groups import can_offload, groups_of, offloaded, weight_dtype
+from spmd_lm.parallel.groups import can_offload, groups_of, offloaded_parameters, weight_dtype
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Parameter, Plan
@@ -93,6 +93,11 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     return {"parameters": weights, config.optim.moments: moments}
 
 
+def on_host(config: RunConfig, plan: Plan) -> int:
+    """Bytes of a device in its host's memory."""
+    return activations_on_host(config, plan) + state_on_host(config, plan)
+
+
 def state_on_host(config: RunConfig, plan: Plan) -> int:
     """Bytes of a device's masters and moments in its host's memory: all, or with optim.offload=disk three groups.  With
     optim.offload_update=host, devices of a host that have the same shards share one copy."""
@@ -146,12 +151,12 @@ def _gradient_dtype(config: RunConfig) -> str:
 
 def _offloaded_elements(config: RunConfig, plan: Plan) -> int:
     """Elements on a device of parameters whose optimizer state is offloaded."""
-    return 0 if config.optim.offload == "none" else sum(each.elements for each in offloaded(plan))
+    return 0 if config.optim.offload == "none" else sum(each.elements for each in offloaded_parameters(plan))
 
 
 def _largest_group(config: RunConfig, plan: Plan) -> int:
     """Elements on a device of the largest group."""
-    groups = groups_of(offloaded(plan), plan.layout.pipe, split=config.optim.offload_update == "device")
+    groups = groups_of(offloaded_parameters(plan), plan.layout.pipe, split=config.optim.offload_update == "device")
     return max(group.elements for made in groups for group in made)
 
 
@@ -172,13 +177,13 @@ def fullest_point(config: RunConfig, plan: Plan) -> Point:
 
 def activations_on_host(config: RunConfig, plan: Plan) -> int:
     """Bytes that a device saves for backward in its host's memory, of one microbatch."""
-    return int(_Step(config, plan).offloaded)
+    return int(_Step(config, plan).saved_on_host)
 
 
 def saved_activations(config: RunConfig, plan: Plan) -> float:
     """Bytes that a device saves for backward in its own memory, of one microbatch."""
     step = _Step(config, plan)
-    return 0.0 if step.offloaded else step.saved * config.chunks
+    return 0.0 if step.saved_on_host else step.saved * config.chunks
 
 
 def tokens_per_chunk(config: RunConfig, plan: Plan) -> int | None:
@@ -232,9 +237,9 @@ class _Step:
         self.saved = layers / block * self.stream + block * saved if block > 1 else layers * saved
         self.trains_layers = layer_passes(config, plan)[1] > 0  # else they run forward alone, and save nothing
         self.saved *= self.trains_layers
-        self.offloaded = 0.0  # bytes that rest on the host; two layers' are on the device, on their way
+        self.saved_on_host = 0.0  # bytes that rest on the host; two layers' are on the device, on their way
         if config.remat_policy.offloads_inputs and compiler.offloads:
-            self.offloaded, self.saved = self.saved, min(self.saved, 2 * self.stream)
+            self.saved_on_host, self.saved = self.saved, min(self.saved, 2 * self.stream)
         beside = compiler.libraries + compiler.decoded * self._largest_decoded()
         forward = max(each.forward.peak for each in traces)
         backward = max(each.backward.peak for each in traces)
@@ -344,7 +349,7 @@ class _Step:
             if self.plan.sequence:  # XLA gathers each layer's sequence ahead of its backward
                 saved_by_all += self.plan.layout.model * self.stream * self.config.layers_per_chunk
         in_use, saved_by_one = self.resident + self.in_use + kept, self.saved / self.config.layers_per_chunk
-        saved_by_one = self.saved if self.offloaded else saved_by_one
+        saved_by_one = self.saved if self.saved_on_host else saved_by_one
         return [
             Point(FORWARD, weights + self.in_use, zeros, self.saved, self.forward),
             Point(HEAD, weights, zeros, self.saved, head),

@@ -40,7 +40,7 @@ def can_offload(parameter: Parameter) -> bool:
     return parameter.trained and is_matrix(parameter.names)
 
 
-def offloaded(plan: Plan) -> tuple[Parameter, ...]:
+def offloaded_parameters(plan: Plan) -> tuple[Parameter, ...]:
     """Parameters whose optimizer state is offloaded, if optim.offload says so."""
     return tuple(filter(can_offload, plan.parameters))
 

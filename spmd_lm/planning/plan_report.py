@@ -102,12 +102,14 @@ def parameter_count(plan: Plan) -> int:
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
-    """Usable and total bytes of a topology's device or a GPU, the setting with which `needed` bytes fit; or None."""
+    """Usable and total bytes of a topology's device or a GPU, its share of its host's memory, the setting with which
+    `needed` bytes fit; or None."""
     known = find_hardware(plan.device_kind) if topology or plan.platform == "gpu" else None
     capacity = capacity_of(known, plan.platform)
     return {
         "capacity": capacity and capacity.usable,
         "device_memory": capacity and capacity.device,
+        "host_capacity": known and known.host_memory,
         "remedy": capacity and capacity.remedy(needed),
     }
 
@@ -260,6 +262,8 @@ def summary(description: dict[str, Any]) -> str:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
     on_host = sum(d["host_memory"].values())
     host = f", and {format_bytes(on_host)} on its host" if on_host else ""
+    if on_host and (room := d["host_capacity"]):
+        host += f", {'of' if on_host <= room else 'more than'} its share of {format_bytes(room)}"
     host += f", {format_bytes(d['disk'])} on disk" if d["disk"] else ""
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",

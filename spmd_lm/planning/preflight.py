@@ -134,7 +134,7 @@ def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]
         "optimizer": state[config.optim.moments],
         "activations": fullest.activations,
         "temporaries": found["temporaries"],
-        "host": memory.activations_on_host(config, plan) + memory.state_on_host(config, plan),
+        "host": memory.on_host(config, plan),
         "disk": memory.state_on_disk(config, plan),
         "peak": peak,
         "planned": sum(memory.table(config, plan).values()),

@@ -8,6 +8,7 @@ bytes sent (cost_model/expected_collectives.py) and time (cost_model/step_time.p
 import dataclasses
 import inspect
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from spmd_lm.config.types import Dtype
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import Hardware, find_hardware, find_row, read_hardware
 from spmd_lm.cost_model.step_time import OURS, SIMULATED, Software, predict_step
-from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.errors import ConfigError, HostBorderError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.capacity import Capacity, capacity_of
 from spmd_lm.resolve import abstract_plan
@@ -56,25 +57,37 @@ class CostedLayout:
     """A layout with its predicted step.
 
     memory: peak bytes of a device.
+    on_host: bytes of a device in its host's memory.
     bytes: bytes that a device sends in a step.
     parts: seconds by use."""
 
     config: RunConfig
     target: Target
     memory: int
+    on_host: int
     bytes: float
     seconds: float
     parts: dict[str, float]
 
     @property
     def room(self) -> float:
-        """Bytes left of those that a layout may take; negative if it does not fit."""
+        """Bytes left of those that a layout may take, on a device or its host; negative if it does not fit."""
+        return min(self.device_room, self.host_room)
+
+    @property
+    def device_room(self) -> float:
         return ROOM * self.target.capacity.usable - self.memory
+
+    @property
+    def host_room(self) -> float:
+        """Infinite if the host's memory is unknown."""
+        size = self.target.hardware.host_memory
+        return math.inf if size is None else ROOM * size - self.on_host
 
     @property
     def remedy(self) -> str | None:
         """The setting of jax's allocator that it needs to fit, if there is one."""
-        return self.target.capacity.remedy(self.memory / ROOM)
+        return self.target.capacity.remedy(self.memory / ROOM) if self.host_room >= 0 else None
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -117,11 +130,18 @@ class Search:
                 f"no layout is legal on {where}: {why}. Search on another number of devices, or change train.batch."
             )
         closest = max(self.layouts, key=lambda layout: layout.room)
-        found = best_of(self.remediable)
+        none = f"none of {len(self.layouts):,} layouts fits: the smallest takes"
+        topology, gib = closest.target.topology, 2**30
+        if closest.device_room >= 0:
+            share = closest.on_host + closest.host_room
+            raise ConfigError(
+                f"{none} {closest.on_host / gib:.1f} GiB of its host's memory for a device, whose share is "
+                f"{share / gib:.1f}, on {topology}. Use optim.offload=disk, or search on more devices."
+            )
+        found, usable = best_of(self.remediable), closest.memory + closest.device_room
         remedy = f"Set {found.remedy}, with which {len(self.remediable):,} fit, or search" if found else "Search"
         raise ConfigError(
-            f"none of {len(self.layouts):,} layouts fits: the smallest takes {closest.memory / 2**30:.1f} GiB of "
-            f"{(closest.memory + closest.room) / 2**30:.1f} on {closest.target.topology}. {remedy} on more devices."
+            f"{none} {closest.memory / gib:.1f} GiB of {usable / gib:.1f} on {topology}. {remedy} on more devices."
         )
 
     def pareto(self) -> list[CostedLayout]:
@@ -173,6 +193,9 @@ def costed(config: RunConfig, target: Target, policies: Policies, rejected: Coun
     for variants in candidates(config, target, rejected, policies):
         try:
             plan = make_plan(variants[0], target)
+        except HostBorderError:
+            rejected["parallel.secondary without a border of hosts within data"] += len(variants)
+            continue
         except LayoutError:
             rejected["parameters are not divisible"] += len(variants)
             continue
@@ -180,7 +203,8 @@ def costed(config: RunConfig, target: Target, policies: Policies, rejected: Coun
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
-    """The plan of a layout.  Raises LayoutError if it does not divide the parameters."""
+    """The plan of a layout.  Raises LayoutError if it does not divide the parameters, HostBorderError if a secondary
+    copy needs another."""
     topology = target.topology
     return abstract_plan(config, topology.size, topology.platform, topology.device_kind, host=topology.host)
 
@@ -188,7 +212,8 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
     step = predict_step(config, plan, target.hardware, target.software)
     sent = sum(each.row.bytes for each in step.collectives)
-    return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step.seconds, step.parts)
+    on_device, on_host = sum(memory.table(config, plan).values()), memory.on_host(config, plan)
+    return CostedLayout(config, target, on_device, on_host, sent, step.seconds, step.parts)
 
 
 def make_targets(topologies: Iterable[Topology], table: Path | None = None) -> list[Target]:

@@ -21,7 +21,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from spmd_lm.errors import ConfigError, OffloadError
-from spmd_lm.files import create, write_atomically
+from spmd_lm.files import create
 from spmd_lm.parallel.array_parts import Bounds, header_of_parts, part_key, sizes_of
 from spmd_lm.parallel.fingerprint import StoredLeaf, Sums, sums_of_part
 from spmd_lm.parallel.groups import Group
@@ -35,8 +35,6 @@ from spmd_lm.step.local_shards import LocalShards, Trees
 
 StoredArrays = list[tuple[str, dict[str, np.dtype]]]
 """For each of `Trees` its name in the canonical state, as in 'opt_state.mu', and the dtypes of its arrays, by path."""
-
-COMMITTED = "committed"  # a file with the newest step of which all groups are on disk
 
 
 class Store(Protocol):
@@ -56,6 +54,9 @@ class Store(Protocol):
 
     def commit(self) -> None:
         """Ends a step, all of whose groups were put."""
+
+    def flush(self) -> None:
+        """Waits until the last step that was committed is at rest."""
 
     def close(self) -> None:
         """Forgets everything."""
@@ -78,6 +79,8 @@ class InMemory:
         return self._fetch(state)
 
     def commit(self) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -206,8 +209,6 @@ class InFiles:
         for path in self.directory.iterdir():
             if path.name.isdecimal() and path.name != but:
                 shutil.rmtree(path)
-            elif path.name == COMMITTED and not but:
-                path.unlink()
 
     def _empty_at_the_end(self) -> None:
         with suppress(OSError):  # moved, perhaps
@@ -228,8 +229,8 @@ class InFiles:
             self._wait()
             with writing(self.directory):
                 self._empty()
-        elif self._committed:
-            self._committed.result()
+        else:
+            self.flush()
         self._step, self._writes = int(step), []
         path = self._path_of(self._step)
         with writing(path):
@@ -265,14 +266,17 @@ class InFiles:
         return tuple(sums)
 
     def commit(self) -> None:
-        """Names the step, and removes the files of the one before, in the background."""
+        """Removes the files of the step before, in the background, once all of this one's are on disk."""
         self._committed = self._writer.submit(self._commit, self._step, self._writes)
+
+    def flush(self) -> None:
+        if self._committed:
+            self._committed.result()
 
     def _commit(self, step: int, writes: list[Future]) -> None:
         for write in writes:
             write.result()
-        with writing(self.directory / COMMITTED):
-            write_atomically(self.directory / COMMITTED, f"{step}\n")
+        with writing(self.directory):
             self._empty(but=str(step))
 
     # ---- for a checkpoint
@@ -280,8 +284,7 @@ class InFiles:
     def leaves(self, states: Sequence[StoredGroup], like: Trees) -> Trees:
         """A StoredLeaf for each canonical array, and {} for masters that are not kept.  like: shapes, dtypes and
         shardings of canonical arrays."""
-        if self._committed:
-            self._committed.result()
+        self.flush()
         found: dict[tuple[int, str], tuple[dict[Bounds, Sums], dict[Path, None]]] = {}
         for state in states:
             for part, sums in zip(self.layouts[state.group].parts, state.written.result(), strict=True):
@@ -317,11 +320,12 @@ class InFiles:
             with open(state.path, "rb") as file:
                 intact = file.read(len(layout.header)) == layout.header
                 for part, sums in zip(layout.parts, written, strict=True):
-                    x = leaves[part.tree, part.path, part.number]
-                    read = np.empty(sizes_of(part.bounds), x.dtype)
-                    file.readinto(read.reshape(-1).view(np.uint8).data)
+                    x = leaves[part.tree, part.path, part.number][part.within]
+                    read = x if x.flags.c_contiguous else np.empty(x.shape, x.dtype)
+                    intact &= file.readinto(read.reshape(-1).view(np.uint8).data) == read.nbytes
                     intact &= sums_of_part(read, part.bounds, self._shards.canonical_shape(part.path)) == sums
-                    x[part.within] = read
+                    if read is not x:
+                        x[...] = read
         except OSError as error:
             raise OffloadError(self._describe(state, f"cannot be read: {error.strerror}")) from error
         if not intact:

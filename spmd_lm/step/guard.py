@@ -92,7 +92,7 @@ def update(
     if window is not None:
         window = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), window.push(loss), window)
     scalars = optimizer.scalars(state, norm, is_applied)
-    offloaded = optimizer.offloaded(plan)
+    offloaded = optimizer.offloaded_paths(plan)
     params, resident = (exclude(tree, offloaded) for tree in (plan.trained(state.params), grads))
     params, opt_state = optimizer.update(plan.names, masks, scalars, params, state.opt_state, resident)
     new = TrainState(state.step + 1, merge(state.params, params), opt_state, scale, window)

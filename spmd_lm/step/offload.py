@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.groups import Group, groups_of, offloaded, weight_dtype
+from spmd_lm.parallel.groups import Group, groups_of, offloaded_parameters, weight_dtype
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.plan import Plan, interleave, remembered
 from spmd_lm.parallel.trees import Tree, cast_like, leaves_by_path, merge, subset_of
@@ -58,19 +58,30 @@ class Place(Protocol):
     def update(self, group: Group, weights: Tree, local: Any, grads: Tree, shared: Shared) -> tuple[Tree, Any]:
         """(weights on devices, `local`) after the update.  All arguments but `grads` and `shared` are donated."""
 
+    def lower(
+        self, group: Group, weights: Tree, trees: Trees, grads: Tree, shared: Shared
+    ) -> jax.stages.Lowered | None:
+        """The devices' program that updates a group; None if they have none.  Arguments: shapes, dtypes and shardings;
+        `trees`: of whole parameters."""
+
+    def copied(self, weights: int, state: int, grads: int) -> dict[str, int]:
+        """Bytes of each copy between a device and its host in one step, from the bytes on a device."""
+
 
 class Offload:
     """The offloaded part of a program's state.
 
-    A state's field `offloaded` has a tuple for each entry of `groups`, with the state of each of its groups."""
+    paths: of offloaded parameters, in nested dicts for `subset_of`.
+    groups: a tuple for each stack that is split, and one for each other group; `TrainState.group_states` has the state
+    of each group, likewise."""
 
     def __init__(self, config: RunConfig, plan: Plan, optimizer: Optimizer):
         self.plan, p = plan, config.precision
         self.dtype = jnp.dtype(weight_dtype(p.compute, p.params))
-        self.tree = optimizer.offloaded(plan)
+        self.paths = optimizer.offloaded_paths(plan)
         place, shards = HostUpdate if config.optim.offload_update == "host" else DeviceUpdate, LocalShards(plan)
         self.place: Place = place(plan, optimizer, self.dtype, shards)
-        self.groups = groups_of(offloaded(plan), plan.layout.pipe, split=self.place.splits_stacks)
+        self.groups = groups_of(offloaded_parameters(plan), plan.layout.pipe, split=self.place.splits_stacks)
         self.store: Store = self.place.in_memory()
         if config.optim.offload == "disk":
             directory = offload_directory(config) / f"process-{jax.process_index()}"
@@ -90,10 +101,6 @@ class Offload:
         if not self.place.keeps_masters:
             dtypes[0] = {}
         return [*zip(names, dtypes, strict=True)]
-
-    def trees(self) -> list[Tree]:
-        """The parameters of each entry of `groups`, as nested dicts for `subset_of`."""
-        return [groups[0].tree for groups in self.groups]
 
     def hold(self, groups: tuple[Group, ...], trees: Trees) -> tuple[Tree, tuple]:
         """(weights, states) of whole parameters.  trees: masters and moments on devices."""
@@ -143,9 +150,9 @@ class Offload:
         Waits for each group before it starts on the one after the next, so that devices hold two at a time."""
         shared, params, grads = self.place.share(pending.shared), state.params, pending.grads
         done: list[Any] = []
-        following = [*itertools.chain(*state.offloaded)][1:]
+        following = [*itertools.chain(*state.group_states)][1:]
         self.store.begin(state.step)
-        for groups, states in zip(self.groups, state.offloaded, strict=True):
+        for groups, states in zip(self.groups, state.group_states, strict=True):
             tree = groups[0].tree
             weights, of_groups = subset_of(params, tree), subset_of(grads, tree)
             for group, each in zip(groups, states, strict=True):
@@ -158,8 +165,8 @@ class Offload:
         self.store.commit()
         self.store.read_ahead(*done[:1])
         rest = iter(done)
-        offloaded = tuple(tuple(next(rest) for _ in groups) for groups in self.groups)
-        return dataclasses.replace(state, params=params, offloaded=offloaded)
+        new = tuple(tuple(next(rest) for _ in groups) for groups in self.groups)
+        return dataclasses.replace(state, params=params, group_states=new)
 
 
 def offload_directory(config: RunConfig) -> Path:
@@ -224,13 +231,15 @@ class DeviceUpdate:
         return self._programs[key]
 
     def lower(self, group: Group, weights: Tree, trees: Trees, grads: Tree, shared: Shared) -> jax.stages.Lowered:
-        """The program of a group.  Arguments: shapes, dtypes and shardings; `trees`: of whole parameters."""
         number = group.layers and group.layers[1]
         if number is not None:
             layers = self.plan.layout.pipe * number
             trees = jax.tree.map(lambda x: x.update(shape=(layers, *x.shape[1:])), trees)
         first = jax.ShapeDtypeStruct((), jnp.int32)
         return self.program(group.paths, number, len(trees)).lower(weights, trees, grads, shared, first)
+
+    def copied(self, weights: int, state: int, grads: int) -> dict[str, int]:
+        return {"masters and moments to devices": state, "masters and moments to hosts": state}
 
     def _update(
         self, weights: Tree, trees: Trees, grads: Tree, shared: Shared, start: jax.Array, *, number: int | None
@@ -316,6 +325,12 @@ class HostUpdate:
         ]
         (weights,) = self.shards.join([(weights,) for weights, _ in new], group)
         return weights, [trees for _, trees in new]
+
+    def lower(self, group: Group, weights: Tree, trees: Trees, grads: Tree, shared: Shared) -> None:
+        return None
+
+    def copied(self, weights: int, state: int, grads: int) -> dict[str, int]:
+        return {"gradients to hosts": grads, "weights to devices": weights}
 
     def _masks(self, group: Group, number: int, tree: Tree) -> Tree:
         """Masks as from `trained_layers`, for the n-th distinct shards."""

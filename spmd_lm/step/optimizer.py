@@ -18,7 +18,7 @@ from spmd_lm.config.schema import AdamW, CustomOptimizer, Lion, OptimizerConfig
 from spmd_lm.ops.collectives import partial_sum, psum_axes
 from spmd_lm.ops.norm import upcast
 from spmd_lm.own_optimizer import own_rule
-from spmd_lm.parallel.groups import offloaded
+from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, leaves_by_path, merge, subset_of
 from spmd_lm.step.state import TrainState, scalars_of, trees_of, with_trees
@@ -88,9 +88,9 @@ class Optimizer:
     def __post_init__(self):
         object.__setattr__(self, "rule", _rule(self.config))
 
-    def offloaded(self, plan: Plan) -> Tree:
+    def offloaded_paths(self, plan: Plan) -> Tree:
         """Parameters whose state is offloaded, as nested dicts for `subset_of`; {} for none."""
-        parameters = () if self.config.offload == "none" else offloaded(plan)
+        parameters = () if self.config.offload == "none" else offloaded_parameters(plan)
         return unflatten_dict({each.path: each.names for each in parameters})
 
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":

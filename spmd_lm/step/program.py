@@ -33,7 +33,7 @@ from spmd_lm.step.group_store import InFiles
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.local_shards import Trees
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.offload import DeviceUpdate, Offload
+from spmd_lm.step.offload import Offload
 from spmd_lm.step.optimizer import Optimizer, PendingUpdate
 from spmd_lm.step.state import TrainState, trees_of, with_trees
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
@@ -95,10 +95,14 @@ class Program:
         """The initial state, created sharded.  The weights are the same under every layout."""
 
         def init(part: Callable[[Tree], Tree]) -> TrainState:
-            def init_part() -> TrainState:
-                return self._initial_state(part(self.plan.from_canonical(self.model.init(self.config.train.seed))))
+            def init_params() -> Tree:
+                return part(self.plan.from_canonical(self.model.init(self.config.train.seed)))
 
-            return jax.jit(init_part, out_shardings=_shardings(self._abstract_padded(part)))()
+            # In two programs, so that moments are made when what drawing the weights takes, three times as much, is
+            # gone.
+            shardings = _shardings(self._abstract_padded(part))
+            params = jax.jit(init_params, out_shardings=shardings.params)()
+            return jax.jit(self._initial_state, donate_argnums=0, out_shardings=shardings)(params)
 
         return self._in_parts(init)
 
@@ -122,7 +126,7 @@ class Program:
     def initial_canonical(self, params: Tree) -> TrainState:
         """The canonical state before the first step, with these canonical parameters; without the moments of offloaded
         ones, which `from_canonical` makes."""
-        part = params if self.offload is None else exclude(params, self.offload.tree)
+        part = params if self.offload is None else exclude(params, self.offload.paths)
         like = self._abstract(subset_of(self.plan.shapes, part), self.plan.canonical_specs)
         state = jax.jit(self._initial_state, out_shardings=_shardings(like))(part)
         return dataclasses.replace(state, params=params)
@@ -131,15 +135,16 @@ class Program:
         """The state on devices, from parts of it.  make(part): the part with `part` of each tree, masters included."""
         if (offload := self.offload) is None:
             return make(lambda tree: tree)
-        state, offloaded = make(lambda tree: exclude(tree, offload.tree)), []
+        state, group_states = make(lambda tree: exclude(tree, offload.paths)), []
         offload.store.begin(state.step, anew=True)
-        for groups, tree in zip(offload.groups, offload.trees(), strict=True):
-            made = make(functools.partial(subset_of, like=tree))
-            weights, states = offload.hold(groups, trees_of(made, self.plan.names))
+        for groups in offload.groups:
+            part = functools.partial(subset_of, like=groups[0].tree)
+            # Without a name, so that one stack's trees are gone before the next one's are made.
+            weights, states = offload.hold(groups, trees_of(make(part), self.plan.names))
             state = dataclasses.replace(state, params=merge(state.params, weights))
-            offloaded.append(states)
+            group_states.append(states)
         offload.store.commit()
-        return dataclasses.replace(state, offloaded=tuple(offloaded))
+        return dataclasses.replace(state, group_states=tuple(group_states))
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
@@ -161,8 +166,8 @@ class Program:
         """Shapes, dtypes and shardings of the state as devices hold it."""
         if (offload := self.offload) is None:
             return self._abstract_padded(lambda tree: tree)
-        state = self._abstract_padded(lambda tree: exclude(tree, offload.tree))
-        masters = self._abstract_padded(functools.partial(subset_of, like=offload.tree)).params
+        state = self._abstract_padded(lambda tree: exclude(tree, offload.paths))
+        masters = self._abstract_padded(functools.partial(subset_of, like=offload.paths)).params
         weights = jax.tree.map(lambda x: x.update(dtype=offload.dtype), masters)
         return dataclasses.replace(state, params=merge(state.params, weights))
 
@@ -175,8 +180,8 @@ class Program:
         def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return x.update(sharding=x.sharding.with_memory_kind(PINNED))
 
-        offloaded = self.offload.tree
-        return state.map_params(lambda tree: merge(tree, jax.tree.map(on_host, subset_of(tree, offloaded))))
+        paths = self.offload.paths
+        return state.map_params(lambda tree: merge(tree, jax.tree.map(on_host, subset_of(tree, paths))))
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -190,7 +195,7 @@ class Program:
         if self.offload is None:
             return self._canonical(state)
         offload, names = self.offload, self.plan.names
-        canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offload.tree)))
+        canonical = self._canonical(state.on_device.map_params(lambda tree: exclude(tree, offload.paths)))
         trees = [*trees_of(canonical, names)]
 
         def on_host(tree: Tree) -> Tree:
@@ -198,8 +203,8 @@ class Program:
             like = self._abstract(subset_of(self.plan.shapes, tree), self.plan.canonical_specs).params
             return jax.block_until_ready(moved(_fit(self._reorder(tree, self.plan.to_model_order), like), PINNED))
 
-        for groups, tree, states in zip(offload.groups, offload.trees(), state.offloaded, strict=True):
-            weights = subset_of(state.params, tree)
+        for groups, states in zip(offload.groups, state.group_states, strict=True):
+            weights = subset_of(state.params, groups[0].tree)
             for number, others in enumerate(trees):
                 trees[number] = merge(others, on_host(offload.whole(number, weights, groups, states)))
         return with_trees(canonical, names, trees)
@@ -208,11 +213,11 @@ class Program:
         """`canonical`, with a StoredLeaf for each array that rests in files."""
         if self.offload is None or not isinstance(self.offload.store, InFiles):
             return self.canonical(state)
-        offloaded, store = self.offload.tree, self.offload.store
-        state_of_vectors = state.on_device.map_params(lambda tree: exclude(tree, offloaded))
-        saved, weights = self._canonical(state_of_vectors), subset_of(state.params, offloaded)
+        paths, store = self.offload.paths, self.offload.store
+        state_of_vectors = state.on_device.map_params(lambda tree: exclude(tree, paths))
+        saved, weights = self._canonical(state_of_vectors), subset_of(state.params, paths)
         like = self._abstract(subset_of(self.plan.shapes, weights), self.plan.canonical_specs)
-        masters, *moments = store.leaves([*itertools.chain(*state.offloaded)], trees_of(like, self.plan.names))
+        masters, *moments = store.leaves([*itertools.chain(*state.group_states)], trees_of(like, self.plan.names))
         if not masters:
             masters = _fit(self._reorder(weights, self.plan.to_model_order), like.params)
         return saved.merge(with_trees(state.on_device, self.plan.names, [masters, *moments]))
@@ -341,13 +346,14 @@ class Program:
 
     def lowered_updates(self) -> dict[Group, jax.stages.Lowered]:
         """The devices' programs that update offloaded state, for one group of each shape."""
-        if self.offload is None or not isinstance(place := self.offload.place, DeviceUpdate):
+        if self.offload is None:
             return {}
         weights, pending, lowered = self.abstract_state().params, self._abstract_pending(), {}
         for groups, trees in zip(self.offload.groups, self._abstract_offloaded(), strict=True):
             for group in {group.layers and group.layers[1]: group for group in groups}.values():
                 of_group = subset_of(weights, group.tree), trees, subset_of(pending.grads, group.tree)
-                lowered[group] = place.lower(group, *of_group, pending.shared)
+                if program := self.offload.place.lower(group, *of_group, pending.shared):
+                    lowered[group] = program
         return lowered
 
     def copied_by_updates(self) -> dict[str, int]:
@@ -358,17 +364,15 @@ class Program:
         size, disk = _bytes_per_device([*self._abstract_offloaded()]), {}
         if isinstance(self.offload.store, InFiles):
             disk = {"masters and moments from disk": size, "masters and moments to disk": size}
-        if isinstance(self.offload.place, DeviceUpdate):
-            return disk | {"masters and moments to devices": size, "masters and moments to hosts": size}
-        weights = subset_of(self.abstract_state().params, self.offload.tree)
+        weights = subset_of(self.abstract_state().params, self.offload.paths)
         grads = self._abstract_pending().grads
-        return disk | {"gradients to hosts": _bytes_per_device(grads), "weights to devices": _bytes_per_device(weights)}
+        return disk | self.offload.place.copied(_bytes_per_device(weights), size, _bytes_per_device(grads))
 
     def _abstract_offloaded(self) -> Iterator[Trees]:
         """Shapes, dtypes and shardings, on devices, of the masters and moments of each entry of `offload.groups`."""
         assert self.offload is not None
-        for tree in self.offload.trees():
-            part = self._abstract_padded(functools.partial(subset_of, like=tree))
+        for groups in self.offload.groups:
+            part = self._abstract_padded(functools.partial(subset_of, like=groups[0].tree))
             masters, *moments = trees_of(part, self.plan.names)
             yield masters if self.offload.place.keeps_masters else {}, *moments
 
@@ -393,4 +397,4 @@ class Program:
         new, metrics, pending = self._execute(state.on_device, batch)
         if self.offload is None or pending is None:
             return new, metrics
-        return self.offload.update(dataclasses.replace(new, offloaded=state.offloaded), pending), metrics
+        return self.offload.update(dataclasses.replace(new, group_states=state.group_states), pending), metrics

@@ -21,14 +21,14 @@ class TrainState:
     opt_state: optax's, of any structure, for the trained ones.
     loss_scale: see step/loss_scale.py; None for none.
     loss_window: see step/guard.py; None for none.
-    offloaded: see step/offload.py; () for none."""
+    group_states: of offloaded masters and moments, see step/offload.py; () for none."""
 
     step: Any
     params: Tree
     opt_state: Any
     loss_scale: Any = None
     loss_window: Any = None
-    offloaded: tuple = ()
+    group_states: tuple = ()
 
     @property
     def updates(self) -> Any:
@@ -38,7 +38,7 @@ class TrainState:
     @property
     def on_device(self) -> "TrainState":
         """The state without what is offloaded: the step's argument."""
-        return dataclasses.replace(self, offloaded=())
+        return dataclasses.replace(self, group_states=())
 
     def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
         """Applies `f` to every tree of the state, see `trees_of`, and `scalar` to every other leaf."""

@@ -80,7 +80,7 @@ def make_train_step(
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return state, {"loss": sum_losses(losses)} | each_loss | statistics | metrics, pending
 
-    offloaded = subset_of(plan.param_specs, optimizer.offloaded(plan))
+    offloaded = subset_of(plan.param_specs, optimizer.offloaded_paths(plan))
     replicated: Any = P()
     out_specs = specs, replicated, PendingUpdate(offloaded, replicated) if offloaded else None
     step = plan.partition(train_step, (specs, plan.batch_specs), out_specs)

@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.parallel import groups
-from spmd_lm.parallel.groups import offloaded
+from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.planning import plan_report
 from spmd_lm.planning.audit import audit_step
 from spmd_lm.resolve import abstract_plan
@@ -50,7 +51,7 @@ def test_the_step_takes_no_masters_or_moments_of_what_is_offloaded(zero):
     taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
     assert sum(memory.state(p.config, p.plan).values()) == taken - 8
     state, on_host = p.init(), memory.state_on_host(p.config, p.plan)
-    assert on_host == shard_bytes(state.offloaded) == memory.copied_by_updates(p.config, p.plan)[TO_DEVICES]
+    assert on_host == shard_bytes(state.group_states) == memory.copied_by_updates(p.config, p.plan)[TO_DEVICES]
     assert p.copied_by_updates() == memory.copied_by_updates(p.config, p.plan)
     weights = on_host // 6  # two bytes of twelve
     assert taken - 8 + on_host - weights == sum(memory.state(whole.config, whole.plan).values())
@@ -237,7 +238,7 @@ def test_zero_offload_s_split():
     optim = {"offload": "host", "offload_update": "host"}
     config = make_config(model={"width": 512}, precision=precision, optim=optim, parallel={"data": 8, "zero": 2})
     plan = abstract_plan(config, 8, "gpu", "")
-    matrices = sum(each.elements for each in offloaded(plan))
+    matrices = sum(each.elements for each in offloaded_parameters(plan))
     vectors = plan.elements_per_device() - matrices
     assert vectors < 0.05 * matrices
     assert sum(memory.state(config, plan).values()) == 2 * matrices + 12 * vectors
@@ -279,13 +280,33 @@ def test_zero_infinity_s_activation_checkpoints(layers, width, terabytes):
     assert round(per_node / 2**40, 2) == terabytes
 
 
+STATES = [(80, 10240, 1.83), (100, 20480, 9.16), (128, 25600, 18.31), (195, 65536, 182.81), (315, 163840, 1845.70)]
+
+
+@pytest.mark.parametrize(("layers", "width", "tebibytes"), STATES)
+def test_zero_infinity_s_model_states(layers, width, tebibytes):
+    """ZeRO-Infinity, table 2: 20 bytes for each of 12 x width^2 parameters a layer.  Of these 16 are ours, 12 on disk
+    and 2 of weights and 2 of gradients on devices; the others are gradients in float32.  The paper's 10T parameters on
+    one DGX-2 have their weights on disk too; ours stay on devices, where 0.5T do not fit."""
+    model = {"layers": layers, "width": width, "heads": width // 128, "context": 1024, "vocab": 512}
+    sections = {"train": {"batch": 32}, "precision": LOW | {"reduce": "bfloat16"}, "optim": {"offload": "disk"}}
+    config = make_config(model=model, parallel={"data": 16, "zero": 3}, **sections)
+    plan = abstract_plan(config, 16, "gpu", "")
+    on_device, on_disk = sum(memory.state(config, plan).values()), memory.state_on_disk(config, plan)
+    elements = 12 * layers * width**2 / 16
+    assert on_device / elements == pytest.approx(2, rel=0.02) and on_disk / elements == pytest.approx(12, rel=0.01)
+    gradients = on_disk / 12 * memory.dtype_bytes(config.precision.reduce)
+    assert 16 * (on_device + gradients + on_disk) * 20 / 16 == pytest.approx(tebibytes * 2**40, rel=0.01)
+    assert (on_device > find_hardware("Tesla V100").memory.size) == (width > 10240)
+
+
 def test_updates_hold_gradients_and_two_groups(monkeypatch):
     """Where nothing of forward and backward is more: the optimizer's memory no longer grows with the model's."""
     monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**16)
     sections = {"model": {"layers": 16, "width": 256}, "precision": LOW, "train": {"batch": 1}, "remat": FULL}
     config = make_config(optim={"offload": "host"}, **sections)
     point = memory.fullest_point(config, plan := abstract_plan(config, 1, "tpu", ""))
-    matrices = sum(each.elements for each in offloaded(plan))
-    largest = max(each.elements // 16 for each in offloaded(plan) if each.names[0] == "layers")
+    matrices = sum(each.elements for each in offloaded_parameters(plan))
+    largest = max(each.elements // 16 for each in offloaded_parameters(plan) if each.names[0] == "layers")
     assert (point.name, point.gradients) == (memory.UPDATE, 4 * matrices)
     assert point.workspace == 2 * 12 * largest

@@ -15,7 +15,7 @@ from spmd_lm.cost_model.hardware import GIB, Latency, Products, find_hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.step_time import OURS, SIMULATED, predict_step
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE
-from spmd_lm.parallel.groups import offloaded
+from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.resolve import abstract_plan
 from spmd_lm.step.program import Program
@@ -169,7 +169,7 @@ def test_updates_of_what_is_offloaded_wait_for_its_copies():
         config(optim={"offload": offload, "offload_update": place})
         for offload, place in (("none", "device"), ("host", "device"), ("host", "host"), ("disk", "device"))
     )
-    matrices = sum(each.elements for each in offloaded(abstract_plan(plain, 1, "gpu", H100)))
+    matrices = sum(each.elements for each in offloaded_parameters(abstract_plan(plain, 1, "gpu", H100)))
     alone, on_device, on_host = (predicted(each, 1, hardware) for each in (plain, device, host))
     assert alone.host == 0
     assert on_device.host == pytest.approx(12 * matrices / 1e6)

@@ -22,6 +22,7 @@ def largest_in_block(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.broadcast_to(each.max(-1, keepdims=True), each.shape) for each in blocks], -1)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -71,6 +72,7 @@ def test_packed_codes_are_the_codes():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.mutants
 def test_stochastic_rounding_has_the_right_mean():
     """Of 4096 draws, within five standard deviations; to the nearest, nearly all would be zero."""
     codec, draws = Codec(4), 4096

@@ -1,5 +1,6 @@
 """The search over layouts, against enumeration by the configuration's own checks and plans made one by one."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -206,6 +207,24 @@ def test_the_hosts_memory_is_searched_where_nothing_else_fits():
     for layout in random.Random(0).sample(large.layouts, 20):
         there = layout.config.model_copy(update={"run": Run(simulate_devices=4)})
         assert not checks.problems(dict(there)), layout.overrides
+
+
+def test_a_layout_fits_its_host_too():
+    """5B parameters have 13.5 GiB of masters and moments for each of four devices."""
+    target = make_target(parse_topology("v5e:2x2"))
+    assert target.hardware.host_memory == 384 * 2**30 / 8
+    small = dataclasses.replace(target.hardware, host_memory=14 * 2**30)
+    found = search(gpt(width=4096, layers=24, batch=4), [target._replace(hardware=small)])
+    assert not found.fitting and max(layout.device_room for layout in found.layouts) > 0
+    with pytest.raises(ConfigError, match=r"smallest takes 13.5 GiB of its host's memory for a device, .* is 12.9, on"):
+        found.fastest()
+
+
+def test_secondary_copies_without_a_border_of_hosts_have_their_own_reason():
+    config = gpt(width=64, layers=4, batch=8, parallel={"zero": 3, "secondary": "within_host"})
+    found = search(config, make_targets([parse_topology("h100:1x8")]))
+    assert not found.layouts and "parameters are not divisible" not in found.rejected
+    assert found.rejected["parallel.secondary without a border of hosts within data"]
 
 
 @pytest.mark.parametrize("batch", [9, 12, 65])

@@ -4,11 +4,13 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import threading
 from collections import namedtuple
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -20,12 +22,14 @@ from spmd_lm.checkpoints import inspection
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.leaves import present_fields
 from spmd_lm.checkpoints.restored import restore_state
+from spmd_lm.cli import main
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import ConfigError, Exit, OffloadError, OutputError
 from spmd_lm.parallel import groups
 from spmd_lm.parallel.array_parts import ShardReader
 from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.step import group_store
 from tests import processes
 from tests.helpers import FLOAT32, assert_equal, device_batch
@@ -55,16 +59,12 @@ def begun(compiled):
     """(program, state at the start, directory of its files)."""
     p, canonical = compiled
     state = p.from_canonical(placed(p, canonical))
-    wait(p)
+    p.offload.store.flush()
     return p, state, p.offload.store.directory
 
 
 def files(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name != ".lock")
-
-
-def wait(p):
-    p.offload.store._committed.result()
 
 
 def test_the_next_step_s_files_stand_beside_this_one_s_until_all_are_written(begun, monkeypatch):
@@ -73,16 +73,15 @@ def test_the_next_step_s_files_stand_beside_this_one_s_until_all_are_written(beg
     assert number > 2
 
     def all_of(step):
-        return [f"{step}", *(f"{step}/{group:04d}.safetensors" for group in range(number)), "committed"]
+        return [f"{step}", *(f"{step}/{group:04d}.safetensors" for group in range(number))]
 
     assert files(directory) == sorted(all_of(0))
-    seen, write = [], group_store.write_atomically
-    monkeypatch.setattr(group_store, "write_atomically", lambda *each: seen.append(files(directory)) or write(*each))
+    seen, remove = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append((path.name, files(directory))) or remove(path))
     run(p, state, range(1))
-    wait(p)
-    assert seen == [sorted({*all_of(0), *all_of(1)})]
+    p.offload.store.flush()
+    assert seen == [("0", sorted({*all_of(0), *all_of(1)}))]
     assert files(directory) == sorted(all_of(1))
-    assert (directory / "committed").read_text() == "1\n"
 
 
 @pytest.mark.slow
@@ -95,7 +94,7 @@ def test_files_are_parts_of_a_checkpoint(place, tmp_path, monkeypatch):
         extra = {"train": {"batch": 12, "steps": 10}} if parallel["data"] == 3 else {}
         p = make(tmp_path, **sections, **extra, parallel=parallel, optim={"offload_update": place})
         state, _ = run(p, p.init(), range(1))
-        wait(p)
+        p.offload.store.flush()
         expected = leaves_by_path(on_host(p, state))
         opened = [safe_open(path, "numpy") for path in tmp_path.rglob("*.safetensors")]
         reader = ShardReader(opened)
@@ -127,16 +126,20 @@ def test_a_changed_file_is_named_with_its_group(harm, begun):
 def test_a_full_disk_is_named_and_the_files_of_the_last_step_are_whole(begun, monkeypatch):
     p, state, directory = begun
     before = {path: path.read_bytes() for path in directory.rglob("*.safetensors")}
-    create = group_store.create
-
-    def create_on_disk(path):
-        return open("/dev/full", "wb") if path.name == "0001.safetensors" else create(path)
-
-    monkeypatch.setattr(group_store, "create", create_on_disk)
+    fill_up(monkeypatch, "1/0001.safetensors")
     with pytest.raises(OutputError, match=r"1/0001.safetensors: cannot be written: No space left .*are needed. Make"):
         run(p, state, range(1))
     assert {path: path.read_bytes() for path in before} == before
-    assert (directory / "committed").read_text() == "0\n"
+
+
+def fill_up(patch, name: str) -> None:
+    """Gives the file of this name no room."""
+    create = group_store.create
+
+    def create_on_disk(path):
+        return open("/dev/full", "wb") if str(path).endswith(name) else create(path)
+
+    patch.setattr(group_store, "create", create_on_disk)
 
 
 def test_a_directory_is_refused_before_a_step(begun, tmp_path, monkeypatch):
@@ -177,7 +180,7 @@ def test_a_checkpoint_is_links_to_the_files(links, begun, tmp_path, monkeypatch)
     state, _ = run(p, state, range(1))
     saved = fingerprints(on_host_arrays(p, state))[0]
     checkpoints.save(1, p.to_save(state), make_meta({}, 0, ""))
-    wait(p)
+    p.offload.store.flush()
     stored = {path.stat().st_ino for path in directory.rglob("*.safetensors")}
     run(p, state, range(1, 3))
     checkpoints.close()
@@ -263,9 +266,109 @@ def measure(place: str, directory: str) -> None:
     print(json.dumps(found | {"group": max(sizes), "state": sum(sizes)}))
 
 
-def anonymous() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up_goes_on_once_there_is_room(tmp_path, monkeypatch, capsys):
+    """With the bits of one that had room; verbs read its checkpoints, which are links; and while it runs, replay needs
+    another directory."""
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 2**15)
+    keys = ["model.layers=1", "train.steps=6", "checkpoint.every=2", "precision.compute=bfloat16", "--devices", "8"]
+    keys += ["optim.offload=disk"]
+    lines = [["train", "configs/debug.yaml", f"run.dir={tmp_path / name}", *keys] for name in ("room", "full")]
+    assert main(lines[0]) == Exit.DONE
+    full = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        fill_up(patch, fifth := "5/0001.safetensors")
+        capsys.readouterr()
+        assert main(lines[1]) == Exit.CONFIG
+        lines_of_error = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{fifth}: cannot be written: No space left .* needed\. Make room\.", lines_of_error[-1])
+    assert json.loads((full / "status.json").read_text())["exit_code"] == Exit.CONFIG
+    assert main(lines[1]) == Exit.DONE
+    assert "resuming after step 4" in capsys.readouterr().out
+    assert not (full / "offload").exists()
+    assert main(["ckpt", "diff", f"{full}@6", f"{tmp_path / 'room'}@6"]) == Exit.DONE
+
+    assert [*(full / "checkpoints/6").glob("group-*.safetensors")]
+    others = ["--devices", "8"]
+    assert main(["eval", str(full), *others]) == Exit.DONE
+    assert main(["generate", str(full), "--prompt", "def ", "--tokens", "4", *others]) == Exit.DONE
+    assert main(["export", str(full), str(tmp_path / "exported"), *others]) == Exit.DONE
+    assert (tmp_path / "exported/model.safetensors").exists()
+    with lock_directory(full / "offload/process-0", print, True):
+        capsys.readouterr()
+        assert main(["replay", str(full), "6", *others]) == Exit.CONFIG
+        assert "is writing there" in (told := capsys.readouterr().err) and "another optim.offload_dir" in told, told
+
+
+LARGE = {"width": 896, "layers": 14, "heads": 14, "activation": "swiglu", "context": 32}
+LARGE_RUN = [
+    *("train", "configs/debug.yaml", "data.source=synthetic", "train.batch=1", "optim.offload=disk"),
+    *("precision.compute=bfloat16", "precision.reduce=bfloat16", "checkpoint.every=2"),
+    *(f"model.{key}={value}" for key, value in LARGE.items()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_state_larger_than_memory_trains(tmp_path):
+    """180M parameters, 2.0 GiB of masters and moments, in processes that may take 1.6 GiB: from the start, and from a
+    checkpoint.  A cgroup limits them, where one can be made; and their anonymous memory is sampled."""
+    limit = int(12 * 16 * LARGE["layers"] * LARGE["width"] ** 2 / 1.25)
+    # Without this pass: a CPU's compiler casts all weights to float32 before the loop of layers.
+    flags = "--xla_disable_hlo_passes=while-loop-invariant-code-motion"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "MALLOC_TRIM_THRESHOLD_": "0"}
+    with cgroup(limit) as group:
+        for steps in (2, 3):
+            arguments = [*LARGE_RUN, f"run.dir={tmp_path / 'run'}", f"train.steps={steps}"]
+            code = f"from tests.step.test_group_store import train; train({arguments}, {group})"
+            with open(tmp_path / "output", "w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code], env=environment, cwd=processes.ROOT, stdout=output, stderr=output
+                )
+            seen = [0.0]
+            processes.wait_until(lambda p=process, s=seen: s.append(anonymous(p.pid)) or p.poll() is not None, process)
+            assert process.returncode == Exit.DONE, (tmp_path / "output").read_text()[-2000:]
+            assert 2**20 * max(seen) < limit, max(seen)
+    assert sum(path.stat().st_size for path in (tmp_path / "run/checkpoints/2").glob("group-*")) >= 1.25 * limit
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite([record["loss"] for record in metrics]).sum() == 3
+
+
+def train(arguments: list[str], cgroup: str | None) -> None:
+    """Trains in this cgroup, with groups of 48 MiB."""
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text(f"{os.getpid()}")
+    groups.GROUP_ELEMENTS = 2**22
+    raise SystemExit(main(arguments))
+
+
+@contextmanager
+def cgroup(limit: int):
+    """Yields the path of a new cgroup with this memory, quoted; None if none can be made."""
+    path = new_cgroup(limit)
+    try:
+        yield path and repr(str(path))
+    finally:
+        if path:
+            path.rmdir()
+
+
+def new_cgroup(limit: int) -> Path | None:
+    for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        path = Path(root, f"test-{os.getpid()}")
+        with suppress(OSError):
+            path.mkdir()
+            if (path / name).exists():
+                (path / name).write_text(f"{limit}")
+                return path
+            path.rmdir()
+    return None
+
+
+def anonymous(pid: int | str = "self") -> float:
+    """A process's anonymous memory in MiB; 0 if it has ended."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def peak(call, peaks: list[float]):

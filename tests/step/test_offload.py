@@ -146,7 +146,7 @@ def test_offloaded_state_makes_the_same_run(sections, request, tmp_path, float64
     for p in (device, host):
         state = p.init()
         assert_equal(on_host(p, state), start)
-        memories = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.offloaded)}
+        memories = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.group_states)}
         assert memories == ({PINNED} if p is device else {jax.devices()[0].default_memory().kind})
         state, first = run(p, state, range(steps // 2))
         assert_same((on_host(p, state), first), (middle, whole[1][: steps // 2]))
@@ -226,7 +226,7 @@ def test_devices_hold_weights_in_the_compute_dtype_and_state_of_vectors_alone():
         is_matrix = leaf.ndim > 1 + path.startswith("blocks.")
         assert leaf.dtype == (expected if is_matrix else leaf.dtype)
         assert (path in leaves_by_path(state.opt_state.mu)) == (not is_matrix)
-    a_group = state.offloaded[0][0]
+    a_group = state.group_states[0][0]
     assert len(a_group) == 3 and all(leaf.dtype != "bfloat16" for leaf in jax.tree.leaves(a_group))
 
 
@@ -249,7 +249,7 @@ def test_a_save_holds_masters_or_moments_of_one_stack_at_a_time(monkeypatch):
         monkeypatch.setattr(module, "moved", watched)
     before = on_devices()
     p.canonical(state)
-    largest = max(each.elements for each in groups.offloaded(p.plan))
+    largest = max(each.elements for each in groups.offloaded_parameters(p.plan))
     a_group = max(group.elements for made in p.offload.groups for group in made)
     masters = 4 if SAME_BITS else 8  # bytes
     assert max(held) - before <= masters * (2 * largest + 3 * a_group)
@@ -262,7 +262,7 @@ def test_a_save_holds_masters_or_moments_of_one_stack_at_a_time(monkeypatch):
 def test_a_host_keeps_one_copy_of_what_its_devices_share():
     p = make_program({"precision": MIXED, "parallel": parallel(data=8)}, offload="host", offload_update="host")
     assert isinstance(p.offload.place, HostUpdate)
-    elements = sum(leaf.size for states in p.init().offloaded for state in states for leaf in jax.tree.leaves(state))
+    elements = sum(leaf.size for states in p.init().group_states for state in states for leaf in jax.tree.leaves(state))
     assert elements == 3 * sum(group.elements for made in p.offload.groups for group in made)
 
 
@@ -278,7 +278,7 @@ def test_copies_of_weights_on_devices_are_compared():
 def test_groups_have_every_matrix_once_and_no_more_than_they_may():
     config = make_config(model={"layers": 5}, parallel={"data": 1}, precision=FLOAT32)
     plan = abstract_plan(config, 1, "cpu", "")
-    made = groups.groups_of(groups.offloaded(plan), 1)
+    made = groups.groups_of(groups.offloaded_parameters(plan), 1)
     layers = {}
     for group in (group for of_one in made for group in of_one):
         assert group.elements <= groups.GROUP_ELEMENTS or (len(group.paths), (group.layers or (0, 1))[1]) == (1, 1)
@@ -289,7 +289,7 @@ def test_groups_have_every_matrix_once_and_no_more_than_they_may():
         ends = [0] + [start + number for start, number in filter(None, parts)]
         assert parts == [None] or ([start for start, _ in parts] == ends[:-1] and ends[-1] == 5), path
     assert any(parts != [None] for parts in layers.values())
-    whole = groups.groups_of(groups.offloaded(plan), 1, split=False)
+    whole = groups.groups_of(groups.offloaded_parameters(plan), 1, split=False)
     assert all(group.layers is None for of_one in whole for group in of_one)
 
 
