@@ -96,22 +96,25 @@ def attention(
     return (p @ v).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
-def mixture(x, p, c: Model, moe, capacity=None):
+def mixture(x, p, c: Model, moe, real, training):
     """(output, balance loss, z-loss, dropped choices) of experts, token by token.  x: [B, T, width].  Losses are means
-    over rows.  capacity: of an expert in each group; None: any number."""
+    over rows.  real: [B, T], 0 for padding.  training: whether experts have a capacity."""
     rows, time, _ = x.shape
     group = moe.group or time
+    capacity = group
+    if training and moe.capacity != "none":
+        capacity = math.ceil(round(moe.capacity * moe.per_token * group / moe.experts, 9))
     z = x @ p["router"]
     probabilities = jnp.exp(z) / jnp.exp(z).sum(-1, keepdims=True)
     chosen = jnp.argsort(-probabilities, axis=-1, stable=True)[..., : moe.per_token]
     gates = jnp.take_along_axis(probabilities, chosen, axis=-1)
     gates = gates / gates.sum(-1, keepdims=True) if moe.renormalize else gates
-    is_chosen = chosen[..., None] == np.arange(moe.experts)  # [B, T, k, E]
+    is_chosen = (chosen[..., None] == np.arange(moe.experts)) & real[..., None, None].astype(bool)  # [B, T, k, E]
     # Those ahead of a choice: of a lower rank in its group, or of its rank and an earlier token.
     in_turn = is_chosen.reshape(rows, -1, group, moe.per_token, moe.experts).swapaxes(2, 3)
     ahead = jnp.cumsum(in_turn.reshape(rows, time // group, -1, moe.experts), axis=2).reshape(in_turn.shape) - in_turn
     ahead = ahead.swapaxes(2, 3).reshape(is_chosen.shape)
-    kept = is_chosen & (ahead < (group if capacity is None else capacity))
+    kept = is_chosen & (ahead < capacity)
     weight = (kept * gates[..., None]).sum(2)  # [B, T, E]
     y = 0
     for expert in range(moe.experts):
@@ -120,9 +123,11 @@ def mixture(x, p, c: Model, moe, capacity=None):
     if moe.shared:
         of_all = dense_mlp(x, p["shared"], c)
         y = y + (of_all / (1 + jnp.exp(-(x @ p["shared_gate"])[..., None])) if moe.shared_gate else of_all)
-    share = is_chosen.sum(2).mean(1) / moe.per_token  # [B, E]
-    balance = moe.experts * (share * probabilities.mean(1)).sum(-1).mean()
-    return y, balance, (jnp.log(jnp.exp(z).sum(-1)) ** 2).mean(), is_chosen.sum() - kept.sum()
+    tokens = real.sum(1, keepdims=True)
+    share = is_chosen.sum((1, 2)) / tokens / moe.per_token  # [B, E]
+    mean = (probabilities * real[..., None]).sum(1) / tokens
+    squares = (jnp.log(jnp.exp(z).sum(-1)) ** 2 * real).sum(1, keepdims=True) / tokens
+    return y, moe.experts * (share * mean).sum(-1).mean(), squares.mean(), is_chosen.sum() - kept.sum()
 
 
 def dense_mlp(h, m, c: Model):
@@ -180,8 +185,8 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None, auxil
         def mlp(h, m=p["mlp"], moe=moe):
             if moe.kind == "dense":
                 return dense_mlp(h, m, c)
-            capacity = None if auxiliary is None else moe.slots(moe.group or h.shape[1])
-            y, balance, z, dropped = mixture(h, m, c, moe, capacity)
+            real = np.ones(h.shape[:2]) if batch.segments is None else batch.segments != 0
+            y, balance, z, dropped = mixture(h, m, c, moe, real, auxiliary is not None)
             if auxiliary is not None:
                 auxiliary["balance"] += moe.balance_loss * balance
                 auxiliary["router_z"] += moe.z_loss * z

@@ -1,5 +1,7 @@
 """The kinds of MLPs, one section each; a layer kind may have its own."""
 
+import math
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -32,10 +34,10 @@ class MoE(Section):
     shared_gate: bool = False  # its output is multiplied by a sigmoid of a projection of the token (Qwen2-MoE)
 
     def slots(self, tokens: int) -> int:
-        """Tokens of a group of this size that one expert has room for in training; rounded up."""
+        """Tokens of a group of this size that one expert has room for in training; rounded up, as of decimals."""
         if self.capacity == "none":
             return tokens
-        return min(tokens, -int(-self.capacity * self.per_token * tokens // self.experts))
+        return min(tokens, math.ceil(Fraction(str(self.capacity)) * self.per_token * tokens / self.experts))
 
 
 MLPKind = Annotated[DenseMLP | MoE, Field(discriminator="kind")]

@@ -37,7 +37,7 @@ class BlockContext(NamedTuple):
     checkpoint: jax.checkpoint, for what backward always recomputes.
     batch: the one whose tokens x represents.
     row_weight: weight of a row in auxiliary losses: in training, their sum over the global batch becomes a mean.
-    training: whether it is a train step: experts then have a capacity.
+    training: whether auxiliary losses are asked for; experts then have a capacity.
     layer: index of the layer."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]

@@ -12,10 +12,20 @@ from jax import lax
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.context import DROPPED_TOKENS, EXPERT_TOKENS, BlockContext, LossDict
-from spmd_lm.models.layers import ParamInit, broadcast_over_tokens
+from spmd_lm.models.layers import ParamInit, add_bias, broadcast_over_tokens
 from spmd_lm.models.mlp import ACTIVATIONS, MLP
-from spmd_lm.ops.collectives import copy_to_region, reduce_from_region, shard_index, sum_of_shares
-from spmd_lm.ops.experts import combine, dispatch, from_experts, make_routes, matmul_of_each, router_logits, to_experts
+from spmd_lm.ops.collectives import copy_to_region, local_slice, reduce_from_region, shard_index, sum_of_shares
+from spmd_lm.ops.experts import (
+    Routes,
+    combine,
+    dispatch,
+    from_experts,
+    make_routes,
+    matmul_of_each,
+    router_logits,
+    to_experts,
+)
+from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.sharding_types import is_explicit
 
 
@@ -65,64 +75,83 @@ class MixtureOfExperts(nnx.Module):
         self.moe, self.layers = moe, c.layers
 
     def __call__(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
-        """x: [batch, sequence, width] of the residual stream.  Returns the output, and in training the losses `balance`
-        and `router_z`, and STATISTICS."""
+        """x: [batch, sequence, width], laid out as the residual stream.  Returns the output, and in training the losses
+        `balance` and `router_z`, and STATISTICS.  Padding, of segment 0, goes to no expert and has no losses."""
         if is_explicit():
-            raise ConfigError("model.mlp.kind=moe on a mesh of Explicit axes. Use parallel.partitioner=manual.")
+            raise ConfigError("model.mlp.kind=moe: arrays are global, and no sharding types describe what it sends.")
+        segments = None if context.batch is None else context.batch.segments
+        is_token = None if segments is None else segments != 0
         logits = router_logits(x, self.router[...])
         probabilities = jax.nn.softmax(logits)
         x_region, p = copy_to_region(x, "mlp"), copy_to_region(probabilities, "mlp")  # with the whole row
-        gates, chosen = self._choose(p)
-        y, dropped = self._run_experts(x_region, gates, chosen, context)
-        if self.shared is not None:
-            gate = None if self.shared_gate is None else self._shared_gate(x)
-            addend = self.shared.addend(x_region, context)
-            addend = addend if gate is None else addend * copy_to_region(gate, "mlp").astype(y.dtype)
-            y = y + addend
-        y = reduce_from_region(y, "mlp")
-        if self.shared is not None and self.shared.bias("down") is not None:
-            bias = broadcast_over_tokens(self.shared.bias("down"), y)
-            y = y + (bias if gate is None else bias * gate.astype(y.dtype))
-        if not context.training:
+        gates, chosen = self._choose(p, is_token)
+        y, routes = self._run_experts(x_region, gates, chosen, context)
+        y = reduce_from_region(y, "mlp") if self.shared is None else self._add_shared(y, x, x_region, context)
+        if routes is None:
             return y, {}
-        counts = jax.nn.one_hot(chosen, self.moe.experts, dtype=p.dtype).sum((1, 2))
+        counts = routes.counts.reshape(len(x), -1, self.moe.experts).sum(1).astype(p.dtype)
         tokens = jnp.zeros((self.layers, self.moe.experts), p.dtype).at[context.layer].set(counts.sum(0))
-        statistics = {EXPERT_TOKENS: tokens, DROPPED_TOKENS: dropped.astype(p.dtype)}
-        losses = self._losses(logits, probabilities, counts, p.shape[1])
+        statistics = {EXPERT_TOKENS: tokens, DROPPED_TOKENS: routes.dropped.astype(p.dtype)}
+        losses = self._losses(logits, probabilities, counts, is_token)
         return y, {name: context.row_weight * loss for name, loss in losses.items()} | statistics
 
-    def _shared_gate(self, x: jax.Array) -> jax.Array:
-        """[batch, sequence, 1], float32 or wider."""
-        assert self.shared_gate is not None
-        return jax.nn.sigmoid(router_logits(x, self.shared_gate[...][:, None]))
-
-    def _choose(self, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gates, and the experts that they are of, [batch, time, per token].  p: probabilities [batch, time, experts]
-        of which the first is chosen where they are equal."""
+    def _choose(self, p: jax.Array, is_token: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Gates, and the experts that they are of, [batch, time, per token]; no expert for padding.  p: probabilities
+        [batch, time, experts], of which the first is chosen where they are equal."""
         gates, chosen = lax.top_k(p, self.moe.per_token)
+        chosen = chosen if is_token is None else jnp.where(is_token[..., None], chosen, self.moe.experts)
         return gates / gates.sum(-1, keepdims=True) if self.moe.renormalize else gates, chosen
 
     def _run_experts(
         self, x: jax.Array, gates: jax.Array, chosen: jax.Array, context: BlockContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """This device's addend of the sum over `mlp` of the experts' outputs, and the number of dropped choices."""
-        rows, time, width = x.shape
-        group = self.moe.group or time if context.training else time
-        capacity = self.moe.slots(group) if context.training else group
-        tokens, gates, chosen = (each.reshape(rows * time, -1) for each in (x, gates, chosen))
-        routes = make_routes(chosen, self.moe.experts, group, capacity)
-        buffers = dispatch(tokens, routes).reshape(self.moe.experts, -1, width)
-        out = from_experts(self.experts(to_experts(buffers), context))
-        return combine(out.reshape(-1, width), gates, routes).reshape(x.shape), routes.dropped
+    ) -> tuple[jax.Array, Routes | None]:
+        """This device's addend of the sum over `mlp` of the experts' outputs, and in training the routes.  Otherwise
+        experts have room for all tokens, and rows go one by one, as buffers are large."""
 
-    def _losses(self, logits: jax.Array, p: jax.Array, counts: jax.Array, time: int) -> LossDict:
-        """Sums over rows.  logits, p: [batch, sequence, experts].  counts: of the row's choices, [batch, experts].
+        def run(x: jax.Array, gates: jax.Array, chosen: jax.Array, group: int, capacity: int) -> tuple:
+            rows, chosen = (each.reshape(-1, each.shape[-1]) for each in (x, chosen))
+            routes = make_routes(chosen, self.moe.experts, group, capacity)
+            buffers = dispatch(rows, routes).reshape(self.moe.experts, -1, x.shape[-1])
+            out = from_experts(self.experts(to_experts(buffers), context)).reshape(-1, x.shape[-1])
+            return combine(out, gates.reshape(-1, gates.shape[-1]), routes).reshape(x.shape), routes
+
+        rows, time, _ = x.shape
+        if context.training:
+            group = self.moe.group or time
+            return run(x, gates, chosen, group, self.moe.slots(group))
+        if time == 1:
+            return run(x, gates, chosen, rows, rows)[0], None
+        return lax.map(lambda row: run(row[0], row[1], row[2], time, time)[0], (x, gates, chosen)), None
+
+    def _add_shared(self, y: jax.Array, x: jax.Array, x_region: jax.Array, context: BlockContext) -> jax.Array:
+        """The sum over `mlp` of the addends y and those of the shared MLP."""
+        assert self.shared is not None
+        addend, bias = self.shared.addend(x_region, context), self.shared.bias("down")
+        if self.shared_gate is None:
+            y = reduce_from_region(y + addend, "mlp")
+            return add_bias(y, bias)
+        gate = jax.nn.sigmoid(router_logits(x, self.shared_gate[...][:, None]))
+        scale = context.checkpoint(_scale_tokens)  # saves no float32 array of the stream's size
+        y = reduce_from_region(y + scale(addend, copy_to_region(gate, "mlp")), "mlp")
+        return y if bias is None else y + scale(broadcast_over_tokens(bias, y), gate)
+
+    def _losses(self, logits: jax.Array, p: jax.Array, counts: jax.Array, is_token: jax.Array | None) -> LossDict:
+        """Sums over rows of means over their tokens.  logits, p: [batch, sequence, experts].  counts: of the row's
+        choices, [batch, experts].
 
         Balance (arXiv:2101.03961, equation 4): experts x the sum over experts of the share of choices, which has no
         gradient, times the mean probability; 1 if all are alike.  z (arXiv:2202.08906, equation 5): the mean square of
         the logits' logsumexp."""
-        shares = counts / (time * self.moe.per_token)
-        balance = self.moe.experts * (shares * p.sum(1)).sum() / time
-        z = jnp.square(jax.nn.logsumexp(logits, -1)).sum() / time
+        choices = jnp.maximum(counts.sum(1, keepdims=True), 1)
+        weight = self.moe.per_token / choices  # of a token in its row
+        if is_token is not None:
+            weight = weight * local_slice(is_token, SEQUENCE, 1)
+        balance = self.moe.experts * (counts / choices * (p * weight[..., None]).sum(1)).sum()
+        z = (jnp.square(jax.nn.logsumexp(logits, -1)) * weight).sum()
         losses = {"balance": self.moe.balance_loss * balance, "router_z": self.moe.z_loss * z}
         return {name: sum_of_shares(loss, SEQUENCE) for name, loss in losses.items()}
+
+
+def _scale_tokens(y: jax.Array, gate: jax.Array) -> jax.Array:
+    """y [batch, time, width] times gate [batch, time, 1], whose gradient is summed in float32 or wider."""
+    return (upcast(y) * gate).astype(y.dtype)

@@ -12,7 +12,7 @@ from spmd_lm.axes import MODEL, is_dim_names
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError
-from spmd_lm.models.context import LossDict
+from spmd_lm.models.context import STATISTICS, LossDict
 from spmd_lm.models.heads import Head, loss_weights, make_head
 from spmd_lm.models.layers import ParamInit
 from spmd_lm.models.transformer import Block, Embedding
@@ -138,7 +138,8 @@ def checked_block(result: Any, x: jax.Array, name: str) -> tuple[jax.Array, Loss
     expected = f"x as it came, {_shown(x)}, and auxiliary losses, scalars by name, or {{}}"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ConfigError(f"{name} returned {_shown(result)}. Return {expected}.")
-    if _shown(result[0]) != _shown(x) or any(map(jnp.ndim, result[1].values())):
+    losses = [loss for name, loss in result[1].items() if name not in STATISTICS]
+    if _shown(result[0]) != _shown(x) or any(map(jnp.ndim, losses)):
         raise ConfigError(f"{name} returned {_shown(result)}. Return {expected}; is a sum or a gather missing?")
     return result
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from spmd_lm.active_rules import active_axes
 from spmd_lm.axes import EXPERTS
+from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collectives import contract, weight_gradient
 from spmd_lm.ops.norm import upcast
 
@@ -31,30 +32,36 @@ router_logits.defvjp(lambda x, w: (router_logits(x, w), (x, w)), _router_backwar
 
 
 class Routes(NamedTuple):
-    """slot_of: int32 [T, k], the slot of each choice; S for none, as its expert's buffer was full.
+    """slot_of: int32 [T, k], the slot of each choice; S for none.
     token_in: int32 [S], the token in each slot; T for none.
-    dropped: number of choices without a slot."""
+    counts: int32 [groups, E], the tokens of a group that choose each expert.
+    dropped: number of choices without a slot, as their experts' buffers are full."""
 
     slot_of: Array
     token_in: Array
+    counts: Array
     dropped: Array
 
 
 def make_routes(chosen: Array, experts: int, group: int, capacity: int) -> Routes:
-    """Slots for chosen experts, int32 [T, k].  In each group of consecutive tokens an expert takes `capacity`, first
-    those that chose it first, in their order, then those that chose it second (GShard, arXiv:2006.16668, algorithm
-    1)."""
+    """Slots for chosen experts, int32 [T, k]; E is no expert.  In each group of consecutive tokens an expert takes
+    `capacity`, first those that chose it first, in their order, then those that chose it second (GShard,
+    arXiv:2006.16668, algorithm 1).  Raises ConfigError for more slots than can be counted."""
     tokens, k = chosen.shape
     groups, size = tokens // group, experts * (tokens // group) * capacity
-    in_turn = chosen.reshape(groups, group, k).swapaxes(1, 2).reshape(groups, -1)
-    is_choice = jax.nn.one_hot(in_turn, experts, dtype=jnp.int32)
-    place = ((jnp.cumsum(is_choice, 1) - 1) * is_choice).sum(-1)
-    buffer = in_turn * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
-    slot = jnp.where(place < capacity, buffer * capacity + place, size)
+    if size >= 2**31:
+        raise ConfigError(f"model.mlp: buffers of {size:,} slots for {tokens:,} tokens of a device. Use fewer tokens.")
+    by_rank = chosen.reshape(groups, group, k).swapaxes(1, 2).reshape(groups, -1)
+    is_choice = jax.nn.one_hot(by_rank, experts, dtype=jnp.int32)
+    position = ((jnp.cumsum(is_choice, 1) - 1) * is_choice).sum(-1)  # in the expert's buffer
+    buffer = by_rank * groups + jnp.arange(groups, dtype=jnp.int32)[:, None]
+    has_slot = (position < capacity) & (by_rank < experts)
+    slot = jnp.where(has_slot, buffer * capacity + position, size)
     slot_of = slot.reshape(groups, k, group).swapaxes(1, 2).reshape(tokens, k)
     index = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], slot_of.shape)
     token_in = jnp.full(size, tokens, jnp.int32).at[slot_of].set(index, mode="drop")
-    return Routes(slot_of, token_in, (slot_of == size).sum())
+    counts = is_choice.sum(1)
+    return Routes(slot_of, token_in, counts, counts.sum() - has_slot.sum())
 
 
 def _rows(x: Array, index: Array) -> Array:

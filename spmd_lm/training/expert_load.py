@@ -15,9 +15,8 @@ def load_figures(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Figures of the counts that STATISTICS of models/context.py names: expert_load, the tokens that choose each
     expert, in multiples of an even share, [layers with experts, experts]; largest_load, the largest of these; and
     dropped_share, the share of choices that are dropped.  {} for a model without experts."""
-    if EXPERT_TOKENS not in counts:
+    if EXPERT_TOKENS not in counts or not (tokens := counts[EXPERT_TOKENS].astype(np.float64)).any():
         return {}
-    tokens = counts[EXPERT_TOKENS].astype(np.float64)
     tokens = tokens[tokens.sum(1) > 0]
     load = tokens / tokens.mean(1, keepdims=True)
     dropped = float(counts[DROPPED_TOKENS] / tokens.sum())
@@ -25,16 +24,16 @@ def load_figures(counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 class CollapseWatch:
-    """Tells once of experts that are not used, in RECORDS records in a row after the warm-up."""
+    """Finds, once, experts that are not used, in RECORDS records in a row after the warm-up."""
 
     def __init__(self, warmup: int):
         self.warmup, self.seen = warmup, 0
 
-    def tell(self, step: int, load: list[list[float]]) -> str:
+    def problem(self, step: int, load: list[list[float]]) -> str:
         """What to say of the load of a logged step; '' for nothing."""
-        problem = collapsed(load) if step > self.warmup else ""
-        self.seen = self.seen + 1 if problem or self.seen >= RECORDS else 0
-        return f"step {step}: {problem}" if self.seen == RECORDS else ""
+        found = collapsed(load) if step > self.warmup else ""
+        self.seen = self.seen + 1 if found or self.seen >= RECORDS else 0
+        return f"step {step}: {found}" if self.seen == RECORDS else ""
 
 
 def collapsed(load: list[list[float]]) -> str:

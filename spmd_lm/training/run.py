@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import make_meta
 from spmd_lm.checkpoints.record import Meta
@@ -62,7 +63,7 @@ class TrainingRun:
     state: TrainState  # on devices
     base: Meta = field(default_factory=dict)  # checkpoints' metadata about a base that they do not hold
     metrics: dict[str, float] = field(default_factory=dict)  # the newest step's that was read
-    expert_load: Record = field(default_factory=dict)  # figures of experts of the same step
+    counts: dict[str, np.ndarray] = field(default_factory=dict)  # STATISTICS of the same step
     record: Record = field(default_factory=dict)  # to be logged for this step
     logged: Record = field(default_factory=dict)  # the newest record
     tasks: Sequence[EvalTask] = ()  # those in train.eval_tasks
@@ -113,7 +114,7 @@ class TrainingRun:
         while len(self._in_flight) > max_in_flight:
             step, arrays = self._in_flight.popleft()
             arrays = jax.device_get(arrays)
-            self.expert_load = load_figures(arrays)
+            self.counts = {name: arrays[name] for name in STATISTICS if name in arrays}
             values = {name: array.item() for name, array in arrays.items() if name not in STATISTICS}
             if step == self._first_step:
                 self.status.first_step_done()
@@ -295,8 +296,9 @@ def log(run: TrainingRun) -> None:
     run.progress.step(run.step)
     if run.is_due(run.config.train.log_every):
         run.wait()
-        run.record = run.metrics | run.expert_load | run.speed() | run.record
-        if run.expert_load and (problem := run.collapse_watch.tell(run.step, run.expert_load["expert_load"])):
+        of_experts = load_figures(run.counts)
+        run.record = run.metrics | of_experts | run.speed() | run.record
+        if of_experts and (problem := run.collapse_watch.problem(run.step, of_experts["expert_load"])):
             run.progress.log(problem)
     if not run.record:
         return

@@ -1,14 +1,31 @@
 """A mixture of experts is the same run under every layout, and what the reference computes token by token."""
 
 import jax
+import numpy as np
 import pytest
 
 from spmd_lm.axes import EXPERTS
+from spmd_lm.generation.generate import Generator
+from spmd_lm.generation.sampling import Sampling
 from spmd_lm.models import experts
 from spmd_lm.ops import collectives
 from spmd_lm.step import guard, optimizer
 from spmd_lm.step.program import Program
-from tests.helpers import Outcome, assert_states_close, degrees, make_config, train_steps, trained, trained_reference
+from tests import reference
+from tests.helpers import (
+    ORIGINAL_BERT,
+    Outcome,
+    assert_states_close,
+    canonical,
+    degrees,
+    device_batch,
+    host_batch,
+    make_config,
+    program,
+    train_steps,
+    trained,
+    trained_reference,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -34,6 +51,7 @@ MORE = {
     ),
     "replica 2 x data 2 x expert 2": ({"replica": 2, "data": 2, "expert": 2, "zero": 3}, {}),
     "model 4": ({"data": 2, "model": 4, "zero": 1}, {"shared": 24, "shared_gate": True}),
+    "rows with padding": ({"data": 1, "expert": 2, "model": 2, "sequence": True, "microbatches": 2}, {"group": 4}),
     "prefetch": ({"data": 2, "expert": 2, "zero": 3, "prefetch": "on"}, {}),
 }
 
@@ -53,6 +71,9 @@ def test_a_layout_computes_the_reference(parallel, moe):
     form = {"scan": "expert" not in parallel or parallel["expert"] < 4}
     activation = {"activation": "swiglu"} if moe.get("shared_gate") else {}
     config = config_of(parallel, moe, **form, **activation)
+    if moe == {"group": 4}:
+        objective = {"objective": {"kind": "masked_lm"}, "optim": {"eps": 1e-6}}
+        config = make_config(model={"layers": 2, "mlp": MOE | moe} | ORIGINAL_BERT, parallel=parallel, **objective)
     want = trained_reference(config)
     assert_same_run(trained(config), want)
     assert (sum(want.dropped) > 0) == (moe.get("capacity") != "none")
@@ -63,6 +84,27 @@ def assert_same_run(got: Outcome, want: Outcome) -> None:
     assert got.dropped.tolist() == want.dropped.tolist()
     assert got.norms == pytest.approx(want.norms, rel=1e-12)
     assert_states_close(got.last, want.last, 1e-11)
+
+
+def test_evaluation_and_generation_drop_nothing():
+    """Whatever the capacity of the training step."""
+    config = config_of({"data": 1, "expert": 2, "model": 2, "zero": 1}, {"capacity": 0.5, "shared": 24})
+    p, host = program(config), host_batch(config, 0)
+    params, c = jax.tree.map(lambda x: 8 * x, p.init().params), config.model
+    weights = jax.tree.map(lambda x: 8 * np.float64(x), canonical(p, p.init()).params)
+    wanted = np.asarray(reference.logits(weights, c, host.tokens))
+    logits = np.asarray(p.forward(params, device_batch(p, 0))["tokens"])[..., : c.vocab]
+    np.testing.assert_allclose(logits.reshape(wanted.shape), wanted, rtol=0, atol=1e-11)
+    (loss, _, weight), *_ = p.evaluate(params, device_batch(p, 0)).values()
+    nll = np.asarray(-jax.nn.log_softmax(wanted))
+    of_targets = np.take_along_axis(nll, host.targets[..., None], -1)[..., 0]
+    assert float(loss / weight) == pytest.approx(np.average(of_targets, weights=host.loss_weights), rel=1e-12)
+    prompts = [host.tokens[0, :5], host.tokens[1, :3]]
+    for text, prompt in zip(
+        Generator(p, 2, Sampling(tokens=4, greedy=True)).generate(params, prompts), prompts, strict=True
+    ):
+        for end in range(len(prompt), len(prompt) + 4):
+            assert text[end] == int(reference.logits(weights, c, text[None, :end])[0, -1].argmax())
 
 
 # ---- faults that mixtures of experts are known for; each is told

@@ -170,7 +170,9 @@ class Pipeline:
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
-            y, _ = run()
+            y, losses = run()
+            if not self.plan.trains_below_head:  # there is no backward to count them
+                so_far = so_far._replace(losses=tree_add_subset(so_far.losses, losses))
             return so_far._replace(to_send=transfer.pack(y), input=x, end_activation=y)
         # The last chunk is not run ahead: its backward starts with its forward.
         to_send = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
