@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from spmd_lm.checkpoints.restored import open_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load_run
 from spmd_lm.config.mlp import DenseMLP, MoE
@@ -14,10 +15,10 @@ from spmd_lm.huggingface.config_json import build_config, parse_config
 from spmd_lm.huggingface.directory import open_directory
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, write_tensors
 from spmd_lm.huggingface.transfer import export_hf
-from tests.huggingface.small_models import import_directory, random_model
+from tests.huggingface.small_models import FLOAT32, import_directory, random_model
 from tests.huggingface.test_architectures import ours, theirs
 from tests.huggingface.test_families import BASE, MOE, QWEN2_MOE
-from tests.huggingface.test_import_export import assert_same_tensors
+from tests.huggingface.test_import_export import assert_same_tensors, our_logits, some_rows, their_logits
 
 MIXTRAL = BASE | {"num_hidden_layers": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.02}
 QWEN2 = QWEN2_MOE | MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]}
@@ -36,10 +37,14 @@ def make(path, name: str, hf_config: dict):
     [pytest.param("MixtralForCausalLM", MIXTRAL, marks=pytest.mark.slow), ("Qwen2MoeForCausalLM", QWEN2)],
     ids=["mixtral", "qwen2"],
 )
-def test_experts_on_several_devices_come_back_bit_for_bit(tmp_path, name, hf_config):
-    """A bit of every expert's every tensor is on each of the devices along `expert`, `model` and `data`."""
+def test_experts_on_several_devices_compute_the_same_and_come_back_bit_for_bit(tmp_path, name, hf_config):
+    """Each device has a part of the experts, of their hidden width, and of the model's width."""
     before = make(tmp_path / "theirs", name, hf_config | {"output_router_logits": True})
-    config = import_directory(before, tmp_path / "run", *LAYOUT)
+    config = import_directory(before, tmp_path / "run", *FLOAT32, *LAYOUT)
+    program, params, _ = open_run(config)
+    rows = some_rows(config)
+    expected = their_logits(random_model(name, hf_config, "float32"), rows)["tokens"]
+    assert np.abs(our_logits(program, params, rows)["tokens"] - expected).max() < 2e-5 * np.abs(expected).max()
     export_hf(config, tmp_path / "back", "float32", 5 * 10**9)
     assert_same_tensors(before, tmp_path / "back")
     again = json.loads((tmp_path / "back" / "config.json").read_text())
