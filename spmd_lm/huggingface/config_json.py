@@ -137,10 +137,13 @@ def _require_no_capacity(model: Model) -> None:
     """Raises ConfigError for experts that drop tokens in training, which Hugging Face's do not."""
     for each in model.mixtures:
         if each.capacity != "none":
-            key = "model.mlp.capacity" if each == model.mlp else "mlp.capacity in model.period"
+            key, advice = "model.mlp.capacity", "Use"
+            if each != model.mlp:
+                key = "mlp.capacity in model.period"
+                advice = "In a run with the experts in model.mlp, and the dense layers in model.period, use"
             raise ConfigError(
                 f"{key}={each.capacity}: in training experts drop the tokens beyond it, and Hugging Face's drop none. "
-                f"Use {key}=none to export the model as it is evaluated here, without drops."
+                f"{advice} model.mlp.capacity=none to export the model as it is evaluated here, without drops."
             )
 
 

@@ -99,6 +99,14 @@ def test_what_hugging_face_lacks_is_refused_by_name(name, changes, message):
     assert message in str(error.value)
 
 
+def test_a_capacity_of_one_kind_of_layer_is_refused_too():
+    m, objective = ours("Qwen3MoeForCausalLM")
+    dense, sparse = m.kinds
+    layers = (dense, sparse.model_copy(update={"mlp": m.mlp.model_copy(update={"capacity": 2.0})}))
+    with pytest.raises(ConfigError, match=r"^mlp.capacity in model.period=2.0: in training .* in model.mlp, and the"):
+        build_config(m.model_copy(update={"period": layers}), objective)
+
+
 def test_a_dense_family_has_no_experts():
     m, objective = ours("GPT2LMHeadModel")
     moe = MoE(kind="moe", experts=4, capacity="none")
