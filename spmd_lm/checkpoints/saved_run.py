@@ -31,8 +31,10 @@ Result = TypeVar("Result")
 MODEL_KEYS = ("model", "objective", "precision.params", "precision.frozen", "adapter")
 
 # Keys among them that define how a layer is computed and regularized; they leave the meaning of the arrays unchanged.
-COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout", "adapter.dropout")
-
+COMPUTATION_KEYS = (
+    *("model.scan", "model.attention", "model.dropout", "model.attention_dropout", "adapter.dropout"),
+    *("model.mlp.capacity", "model.mlp.group", "model.mlp.balance_loss", "model.mlp.z_loss"),
+)
 
 # Keys of `run` that may change the bits that a step computes.
 COMPILED_KEYS = ("run.compiler_options", "run.deterministic")

@@ -1,14 +1,14 @@
 """Hugging Face's architectures as data: where they store each of our parameters, and the meaning of config.json's keys.
 families/ has their tables.
 
-Our matrices are [width, other], whichever of the two is the input, with all layers of a kind stacked in front.  Hugging
-Face has one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  This module reads no file and
-touches no array."""
+Our matrices are [width, other], whichever of the two is the input, with all layers of a kind stacked in front, and all
+experts after them.  Hugging Face has one tensor per layer and expert: torch's Linear is [out, in], GPT-2's Conv1D is
+[in, out].  This module reads no file and touches no array."""
 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 Index = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
 
 LAYER = "{layer}"  # placeholder of the layer's number in names of tensors
+EXPERT = "{expert}"  # placeholder of the expert's number
 EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 OUTPUT_EMBEDDING = "head.tokens"  # a model with tied embeddings does not have it, although its files may
 
@@ -32,6 +33,7 @@ class WeightMapping:
     param: str  # path in our parameter tree, without the place in a period
     tensor: str  # with LAYER if there is one per layer; parameters of one tensor are joined on their last dimension
     transposed: bool = False  # the tensor's two dimensions are swapped
+    is_row: bool = False  # the tensor is a matrix of one row, the parameter a vector
     by_head: bool = False  # the tensor's parameters are joined head by head
 
 
@@ -40,7 +42,7 @@ class TensorPart:
     """One parameter's part of a tensor."""
 
     param: str
-    layer: int | None  # index in a stacked parameter
+    at: tuple[int, ...]  # index in a stacked parameter: the layer's, or the layer's and the expert's; else ()
     shape: Shape  # in the parameter's layout, without the stack
     start: int = 0  # offset within one group, in the last dimension before transposing
 
@@ -53,12 +55,13 @@ class HFTensor:
     parts: tuple[TensorPart, ...]
     transposed: bool = False
     groups: int = 1
+    is_row: bool = False
 
     @property
     def shape(self) -> Shape:
         *leading, _ = self.parts[0].shape
         shape = (*leading, sum(part.shape[-1] for part in self.parts))
-        return shape[::-1] if self.transposed else shape
+        return (1, *shape) if self.is_row else shape[::-1] if self.transposed else shape
 
     def index(self, part: TensorPart, index: Index) -> Index:
         """The tensor's slice that holds the slice `index` of a part; with several groups, whole groups."""
@@ -70,11 +73,11 @@ class HFTensor:
             size = self._group_size
             along = first * size, end * size
         found = (*leading, along)
-        return found[::-1] if self.transposed else found
+        return ((0, 1), *found) if self.is_row else found[::-1] if self.transposed else found
 
     def pick(self, part: TensorPart, index: Index, read: np.ndarray) -> np.ndarray:
         """The slice `index` of a part, from the values that `self.index` selects."""
-        value = read.T if self.transposed else read
+        value = read[0] if self.is_row else read.T if self.transposed else read
         if self.groups == 1:
             return value
         (start, stop), size = index[-1], part.shape[-1] // self.groups
@@ -87,7 +90,7 @@ class HFTensor:
         grouped = [value.reshape(*value.shape[:-1], self.groups, -1) for value in values]
         joined = np.concatenate(grouped, axis=-1) if len(grouped) > 1 else grouped[0]
         value = joined.reshape(*joined.shape[:-2], -1)
-        return value.T if self.transposed else value
+        return value[None] if self.is_row else value.T if self.transposed else value
 
     @property
     def _group_size(self) -> int:
@@ -163,13 +166,18 @@ class Architecture:
 
     def tensors(self, param_shapes: Mapping[str, Shape], heads: int = 1) -> list[HFTensor]:
         """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
-        tensors: dict[str, list[WeightMapping]] = {}
+        paths = {_place(path): path for path in param_shapes}
+        period = 1 + max(place for place, _ in paths)
+        mappings: dict[str, list[WeightMapping]] = {}
         for mapping in self._present(param_shapes):
-            tensors.setdefault(mapping.tensor, []).append(mapping)
-        result = []
-        for stacked, names in itertools.groupby(tensors, lambda name: LAYER in name):
+            mappings.setdefault(mapping.tensor, []).append(mapping)
+        result: list[HFTensor] = []
+        for stacked, names in itertools.groupby(mappings, lambda name: LAYER in name):
             for layer, name in itertools.product(range(_layers(param_shapes)) if stacked else [None], names):
-                result.append(_tensor(name, tensors[name], layer, param_shapes, heads))
+                place, stack = (0, ()) if layer is None else (layer % period, (layer // period,))
+                places = [(mapping, (place, mapping.param)) for mapping in mappings[name]]
+                own = [(mapping, paths[each]) for mapping, each in places if each in paths]
+                result += _tensors(name, own, layer, stack, param_shapes, heads)
         return result
 
     def _present(self, param_shapes: Mapping[str, Shape]) -> list[WeightMapping]:
@@ -205,20 +213,39 @@ def _place(param: str) -> tuple[int, str]:
     return place, ".".join(path)
 
 
+def _tensors(
+    name: str,
+    mappings: Sequence[tuple[WeightMapping, str]],
+    layer: int | None,
+    stack: tuple[int, ...],
+    param_shapes: Mapping[str, Shape],
+    heads: int,
+) -> Iterator[HFTensor]:
+    """The layer's tensor of this name, or one per expert; none if it is of a kind without these parameters."""
+    if not mappings:
+        return
+    if EXPERT not in name:
+        yield _tensor(name.format(layer=layer), mappings, stack, param_shapes, heads)
+        return
+    for expert in range(param_shapes[mappings[0][1]][len(stack)]):
+        yield _tensor(name.format(layer=layer, expert=expert), mappings, (*stack, expert), param_shapes, heads)
+
+
 def _tensor(
-    name: str, mappings: Iterable[WeightMapping], layer: int | None, param_shapes: Mapping[str, Shape], heads: int
+    name: str,
+    mappings: Iterable[tuple[WeightMapping, str]],
+    at: tuple[int, ...],
+    param_shapes: Mapping[str, Shape],
+    heads: int,
 ) -> HFTensor:
-    """The tensor of a layer, from the stacks at the layer's place in the period."""
-    paths = {_place(path): path for path in param_shapes}
-    period = 1 + max(place for place, _ in paths)
+    """The tensor of these parameters, by mapping and path, at an index in their stacks."""
     parts: list[TensorPart] = []
-    for mapping in mappings:
+    for mapping, path in mappings:
         groups = heads if mapping.by_head else 1
-        path = paths[0 if layer is None else layer % period, mapping.param]
-        shape = param_shapes[path] if layer is None else param_shapes[path][1:]
+        shape = param_shapes[path][len(at) :]
         start = sum(part.shape[-1] for part in parts) // groups
-        parts.append(TensorPart(path, None if layer is None else layer // period, shape, start))
-    return HFTensor(name.format(layer=layer), tuple(parts), mapping.transposed and len(shape) > 1, groups)
+        parts.append(TensorPart(path, at, shape, start))
+    return HFTensor(name, tuple(parts), mapping.transposed and len(shape) > 1, groups, mapping.is_row)
 
 
 # --- shared by several tables

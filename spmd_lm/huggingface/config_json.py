@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_lm.config.layers import shortest_period
+from spmd_lm.config.mlp import DenseMLP, MoE
 from spmd_lm.config.schema import Classification, Model, Objective, RunConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.tasks.files import MNLI_CLASSES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import IGNORED_KEYS, SPECIAL_TOKEN_KEYS, Architecture, HFTensor, Shape
 from spmd_lm.huggingface.families import ARCHITECTURES, CLASSES, MODEL_TYPES
+from spmd_lm.huggingface.families.experts import OTHER_ROUTERS
 from spmd_lm.huggingface.rope import as_exported
 from spmd_lm.runtime.formatting import abbreviate
 
@@ -58,6 +60,9 @@ MOST_LAYERS = 10_000  # limit on a loop over layers that the files are not yet k
 HOW_COMPUTED = ("scan", "attention")  # keys of section `model` that no import sets
 DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 MODEL_DEFAULTS = {name: each.default for name, each in Model.model_fields.items() if not each.is_required()} | DROPOUT
+MODEL_DEFAULTS |= {"mlp": DenseMLP().model_dump()}
+MOE_DEFAULTS = {name: each.default for name, each in MoE.model_fields.items() if not each.is_required()}
+MOE_TRAINING = ("capacity", "group", "balance_loss", "z_loss")  # keys of a mixture of experts for training alone
 
 
 def _read_model(architecture: Architecture, hf_config: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
@@ -91,6 +96,8 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
                     f"Download config.json again."
                 )
             return CLASSES[name], name
+    if reason := next((OTHER_ROUTERS[each] for each in (*names, str(model_type)) if each in OTHER_ROUTERS), ""):
+        raise ConfigError(f"{names[0] if names else model_type} is not supported: {reason}. {supported}")
     if names:
         nearest = did_you_mean(names[0], CLASSES)
         supported = f"The nearest is {nearest}. {supported}" if nearest else supported
@@ -105,12 +112,18 @@ def build_config(model: Model, objective: Objective, model_type: str = "") -> tu
     """The architecture of a model, of `model_type` if several match, and its config.json.  Raises ConfigError if no
     architecture of Hugging Face matches, with the differences from the nearest one."""
     candidates = [(each, [*_differences(each, model, objective)]) for each in ARCHITECTURES]
-    architecture, found = min(candidates, key=lambda each: (len(each[1]), each[0].model_type != model_type))
+
+    def distance(candidate: tuple[Architecture, list[str]]) -> tuple[int, bool, bool]:
+        architecture, found = candidate
+        return len(found), any("mlp.kind" in each for each in found), architecture.model_type != model_type
+
+    architecture, found = min(candidates, key=distance)
     if found:
         raise ConfigError(
             f"no Hugging Face architecture matches this model. The nearest is {architecture.model_type}, except for "
             f"{', '.join(found)}. Supported: {', '.join(CLASSES)}."
         )
+    _require_no_capacity(model)
     settings = objective.model_dump().items()
     (class_name,) = (name for name, heads in architecture.classes.items() if heads.items() <= settings)
     hf_config: dict[str, Any] = {"architectures": [class_name], "model_type": architecture.model_type}
@@ -118,6 +131,20 @@ def build_config(model: Model, objective: Objective, model_type: str = "") -> tu
     if isinstance(objective, Classification):
         hf_config |= _labels([f"LABEL_{label}" for label in range(objective.classes)])
     return architecture, hf_config
+
+
+def _require_no_capacity(model: Model) -> None:
+    """Raises ConfigError for experts that drop tokens in training, which Hugging Face's do not."""
+    for each in model.mixtures:
+        if each.capacity != "none":
+            key, advice = "model.mlp.capacity", "Use"
+            if each != model.mlp:
+                key = "mlp.capacity in model.period"
+                advice = "In a run with the experts in model.mlp, and the dense layers in model.period, use"
+            raise ConfigError(
+                f"{key}={each.capacity}: in training experts drop the tokens beyond it, and Hugging Face's drop none. "
+                f"{advice} model.mlp.capacity=none to export the model as it is evaluated here, without drops."
+            )
 
 
 def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
@@ -139,11 +166,14 @@ def _differences(architecture: Architecture, model: Model, objective: Objective)
         yield f"model.kind={model.kind}"
     errors: list[str] = []
     found = False
+    settings = model.model_dump()
     written = comparable(_read_model(architecture, _write_model(architecture, model), errors))
     for name, value in comparable(as_exported(model).model_dump()).items():
+        if name == "mlp_width" and None in (written[name], value):  # the two differ in `mlp`
+            continue
         if written[name] != value and name != "kind":
             found = True
-            yield f"model.{name}={model.model_dump()[name]}"
+            yield from _describe_mlps(written[name], value) if name == "mlp" else [f"model.{name}={settings[name]}"]
     if errors and not found:
         yield f"what its config.json is refused for ({errors[0].rstrip('.')})"
     if model.kind == "bert" and not model.token_types:
@@ -152,6 +182,16 @@ def _differences(architecture: Architecture, model: Model, objective: Objective)
         yield f"objective.kind={objective.kind}"
     if objective.module:
         yield f"objective.module={objective.module}"
+
+
+def _describe_mlps(written: Sequence[Mapping[str, Any]], mlps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Settings of a period's MLPs that differ from those that an architecture has written."""
+    kinds = [mlp["kind"] for mlp in mlps]
+    if kinds != [mlp["kind"] for mlp in written]:
+        yield f"model.mlp.kind={' and '.join(dict.fromkeys(kinds))}"
+        return
+    for mlp, other in zip(mlps, written, strict=True):
+        yield from (f"model.mlp.{key}={each}" for key, each in mlp.items() if other[key] != each)
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +205,27 @@ def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     with_bias += ["head"] if m["kind"] == "bert" else []
     m["use_bias"] = [name for name in with_bias if m["use_bias"] is True or (m["use_bias"] and name in m["use_bias"])]
     period = [{"kind": each} if isinstance(each, str) else each for each in m["period"] or ["block"]]
-    m["period"] = shortest_period([period[layer % len(period)] for layer in range(m["layers"])])
+    kinds = [period[layer % len(period)] for layer in range(m["layers"])]
+    m["mlp"] = shortest_period([_comparable_mlp({**m, **kind}) for kind in kinds])
+    m["period"] = shortest_period([{key: value for key, value in kind.items() if key != "mlp"} for kind in kinds])
+    if all(mlp["kind"] == "moe" for mlp in m["mlp"]):
+        m["mlp_width"] = None  # there is no such MLP
     return m
+
+
+def _comparable_mlp(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `mlp` of one kind of layer, without the keys that matter in training alone, and the experts' width
+    resolved."""
+    if settings["mlp"]["kind"] == "dense":
+        return {**settings["mlp"]}
+    return outside_training(
+        {**MOE_DEFAULTS, **settings["mlp"]} | {"width": settings["mlp"].get("width") or settings["mlp_width"]}
+    )
+
+
+def outside_training(mlp: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `mlp` without the keys that matter in training alone."""
+    return {key: value for key, value in mlp.items() if key not in MOE_TRAINING}
 
 
 CLASS_NAMES = {  # by task, in the order of its classes

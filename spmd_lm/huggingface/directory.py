@@ -12,7 +12,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, put_by_name, read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.files import write_atomically
-from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
+from spmd_lm.huggingface.config_json import ParsedConfig, outside_training, parse_config
 from spmd_lm.huggingface.families.bert import BERT
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
@@ -84,6 +84,11 @@ def open_directory(path: Path) -> ModelDirectory:
             (key,) = (key.hf_key for key in config.architecture.config_keys if key.model_key == "layers")
             problems.append(
                 f"{config_file}: {key}={layers}, but the files have {num_tensors} tensors in all. Download both again."
+            )
+        if (experts := config.model["mlp"].get("experts", 0)) > num_tensors:
+            problems.append(
+                f"{config_file} has {experts} experts, but the files have {num_tensors} tensors in all. Download both "
+                f"again."
             )
         beyond, wrong = _check_vocabulary(path, config.model["vocab"])
         problems += wrong
@@ -168,7 +173,8 @@ def make_run_config(
     for key, value in parsed.model.items():
         # Rotary positions have no table, so rows may be shorter than the model's context.
         shorter = key == "context" and model["positions"] == "rotary" and model["context"] <= value
-        if model[key] != value and key not in OVERRIDABLE and not shorter:
+        same = outside_training(model[key]) == outside_training(value) if key == "mlp" else model[key] == value
+        if not same and key not in OVERRIDABLE and not shorter:
             problems.append(f"model.{key}={model[key]}: {path} sets {value}. Leave it out, or import another model.")
     if has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(

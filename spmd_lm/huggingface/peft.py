@@ -133,14 +133,14 @@ class PeftNames:
                     shape = (1, part.shape[1]) if module.transposed else (module.outputs, 1)
                     scale = read(f"{PREFIX}{module.name}.ia3_l", shape).reshape(-1)
                     own = scale if module.transposed else scale[module.rows(part)]
-                    params[f"{part.param}{SUFFIX}.scale"][part.layer] = own
+                    params[f"{part.param}{SUFFIX}.scale"][part.at] = own
                     continue
                 inputs = part.shape[1 if module.transposed else 0]
                 a = read(f"{PREFIX}{module.name}.lora_A.weight", (adapter.rank, inputs))
                 b = read(f"{PREFIX}{module.name}.lora_B.weight", (module.outputs, adapter.rank))[module.rows(part)]
                 path = part.param + SUFFIX
-                params[f"{path}.a"][part.layer] = a if module.transposed else a.T
-                params[f"{path}.b"][part.layer] = b if module.transposed else b.T
+                params[f"{path}.a"][part.at] = a if module.transposed else a.T
+                params[f"{path}.b"][part.at] = b if module.transposed else b.T
         for name, tensor in self.tensors.items():
             if name not in reader.tensors and not self._is_saved(name):
                 continue
@@ -150,7 +150,7 @@ class PeftNames:
                 params.setdefault(part.param, np.empty(leaf.shape, leaf.dtype))
                 index = tuple((0, size) for size in part.shape)
                 slices = tuple(slice(*bounds) for bounds in tensor.index(part, index))
-                params[part.param][... if part.layer is None else part.layer] = tensor.pick(part, index, value[slices])
+                params[part.param][part.at] = tensor.pick(part, index, value[slices])
         if unread := sorted(reader.tensors.keys() - names):
             raise ConfigError(f"{directory}: {abbreviate(unread)}: no parameter of this adapter. Download it again.")
         return params
@@ -166,9 +166,7 @@ class PeftNames:
         own = self._low_rank(self.adapter, params) if isinstance(self.adapter, LoRA) else self._scales(params)
         tensors, settings = own
         for name, tensor in self.tensors.items():
-            values = (params[part.param] for part in tensor.parts)
-            layers = (part.layer for part in tensor.parts)
-            tensors[name] = tensor.join(x if i is None else x[i] for x, i in zip(values, layers, strict=True))
+            tensors[name] = tensor.join(params[part.param][part.at] for part in tensor.parts)
         saved = (name.removeprefix(PREFIX).rpartition(".") for name in self.tensors)
         return tensors, settings | {
             "task_type": TASK_TYPES.get(self.objective.kind),
@@ -209,7 +207,7 @@ class PeftNames:
             stacks = {part: params[f"{part.param}{SUFFIX}.scale"] for part, _ in module.parts}
             scale = np.ones(module.parts[0][0].shape[1] if module.transposed else module.outputs, np.float32)
             for part, stack in stacks.items():
-                scale[... if module.transposed else module.rows(part)] = stack[part.layer]
+                scale[... if module.transposed else module.rows(part)] = stack[part.at]
             tensors[f"{PREFIX}{module.name}.ia3_l"] = scale[None] if module.transposed else scale[:, None]
         of_inputs = dict.fromkeys(_in_layer(module.name) for module in self.modules if module.transposed)
         return tensors, {"peft_type": "IA3", "feedforward_modules": self._targets(of_inputs) if of_inputs else []}
@@ -248,7 +246,7 @@ class PeftNames:
 
 def _has_one_input_factor(module: AdaptedModule, params: Mapping[str, np.ndarray]) -> bool:
     """True if all parts have the same A, as after an import."""
-    first, *others = (params[f"{part.param}{SUFFIX}.a"][part.layer] for part, _ in module.parts)
+    first, *others = (params[f"{part.param}{SUFFIX}.a"][part.at] for part, _ in module.parts)
     return all(np.array_equal(a, first) for a in others)
 
 
@@ -261,7 +259,7 @@ def _joined(
     scaling = adapters[0].scaling
     of_a, of_b = list[np.ndarray](), list[np.ndarray]()
     for (part, _), adapter in zip(module.parts, adapters, strict=True):
-        a, b = (params[f"{part.param}{SUFFIX}.{factor}"][part.layer] for factor in "ab")
+        a, b = (params[f"{part.param}{SUFFIX}.{factor}"][part.at] for factor in "ab")
         own = np.zeros((module.outputs, adapter.rank), b.dtype)
         own[module.rows(part)] = (b if module.transposed else b.T) * (adapter.scaling / scaling)
         of_a.append(a if module.transposed else a.T)
@@ -361,7 +359,7 @@ def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = Fa
     program, params, step = restore_trained(config, fallback)
     bases = [Path(config.run.init_from).expanduser()] if config.run.init_from else []
     names = PeftNames(config, program, config.run.directory, *bases)
-    trained = {path: gather_param(x, None) for path, x in leaves_by_path(params).items()}
+    trained = {path: gather_param(x) for path, x in leaves_by_path(params).items()}
     tensors, settings = names.write(trained)
     with atomic_directory(target) as directory:
         shapes = {name: value.shape for name, value in tensors.items()}

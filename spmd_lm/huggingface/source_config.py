@@ -11,7 +11,12 @@ LABEL_KEYS = {"id2label", "label2id"}
 TASK_KEYS = {"finetuning_task", "num_labels", "problem_type"}  # stale once a head is trained on another task
 DTYPE_KEYS = {"dtype", "torch_dtype"}  # transformers 5 writes the first, older versions the second
 CODE_KEY = "auto_map"  # names Python files of the model's own, which are not copied
-CHANGEABLE = {"dropout", "attention_dropout", "context"}  # keys of section `model` that import lets the user change
+CHANGEABLE = {
+    "dropout",
+    "attention_dropout",
+    "context",
+    "balance_losses",
+}  # keys of section `model` that import lets the user change
 
 
 def restore_keys(built: Mapping[str, Any], source: Mapping[str, Any], config: RunConfig, step: int) -> dict[str, Any]:
@@ -42,4 +47,5 @@ def _parse(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         model = Model.model_validate(parsed.model)
     except ValueError:  # ours or pydantic's
         return None
-    return model.model_dump() | comparable(model.model_dump()), parsed.objective
+    balance_losses = {"balance_losses": [each.balance_loss for each in model.mixtures]}
+    return model.model_dump() | comparable(model.model_dump()) | balance_losses, parsed.objective

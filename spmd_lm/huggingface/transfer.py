@@ -4,8 +4,9 @@ checkpoint to a Hugging Face directory.
 The host never holds a second copy of the model.  Import reads only the slices of a tensor that the layout's devices
 hold, one at a time; export gathers one tensor at a time."""
 
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,10 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
 def read_params(model_dir: ModelDirectory, file_names: Mapping[str, str], abstract: Tree) -> Tree:
     """Canonical parameters, in the dtypes and shardings of `abstract`."""
     leaves = leaves_by_path(abstract)
-    stored: dict[str, dict[int | None, tuple[HFTensor, TensorPart]]] = {}
+    stored: dict[str, dict[tuple[int, ...], tuple[HFTensor, TensorPart]]] = {}
     for tensor in model_dir.config.tensors({path: leaf.shape for path, leaf in leaves.items()}):
         for part in tensor.parts:
-            stored.setdefault(part.param, {})[part.layer] = tensor, part
+            stored.setdefault(part.param, {})[part.at] = tensor, part
     params = [read_param(model_dir, file_names, stored[path], leaf) for path, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), params)
 
@@ -171,13 +172,14 @@ def read_params(model_dir: ModelDirectory, file_names: Mapping[str, str], abstra
 def read_param(
     model_dir: ModelDirectory,
     file_names: Mapping[str, str],
-    stored: Mapping[int | None, tuple[HFTensor, TensorPart]],
+    stored: Mapping[tuple[int, ...], tuple[HFTensor, TensorPart]],
     abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """A parameter, from the slices of tensors that store it.  stored: location by layer, or by None without a stack."""
+    """A parameter, from the slices of tensors that store it.  stored: location by index in the stack, by () without
+    one."""
 
-    def read_part(layer: int | None, index: Index) -> np.ndarray:
-        tensor, part = stored[layer]
+    def read_part(at: tuple[int, ...], index: Index) -> np.ndarray:
+        tensor, part = stored[at]
         name = file_names[tensor.name]
         value = tensor.pick(part, index, model_dir.reader.read(name, tensor.index(part, index))).astype(abstract.dtype)
         if not np.isfinite(value).all():
@@ -185,13 +187,14 @@ def read_param(
         return value
 
     def read_slice(index: Index) -> np.ndarray:
-        if None in stored:
-            return read_part(None, index)
-        (first, end), *layer_index = index
-        layers = np.empty([stop - start for start, stop in index], abstract.dtype)
-        for layer in range(first, end):
-            layers[layer - first] = read_part(layer, tuple(layer_index))
-        return layers
+        if () in stored:
+            return read_part((), index)
+        stacked = len(next(iter(stored)))
+        leading, within = index[:stacked], index[stacked:]
+        value = np.empty([stop - start for start, stop in index], abstract.dtype)
+        for at in itertools.product(*(range(*bounds) for bounds in leading)):
+            value[tuple(i - start for i, (start, _) in zip(at, leading, strict=True))] = read_part(at, within)
+        return value
 
     return make_sharded_array(abstract, read_slice)
 
@@ -258,20 +261,24 @@ def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
 
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
     """A tensor on the host, concatenated from parameters."""
-    return tensor.join(gather_param(params[part.param], part.layer) for part in tensor.parts)
+    return tensor.join(gather_param(params[part.param], part.at) for part in tensor.parts)
 
 
-def gather_param(param: jax.Array, layer: int | None) -> np.ndarray:
-    """A parameter, or one layer of a stacked one, gathered on the host."""
-    gathered = np.empty(param.shape if layer is None else param.shape[1:], param.dtype)
+def gather_param(param: jax.Array, at: tuple[int, ...] = ()) -> np.ndarray:
+    """A parameter, or the entry at an index in its stack, gathered on the host."""
+    gathered = np.empty(param.shape[len(at) :], param.dtype)
     for shard in param.addressable_shards:
         if shard.replica_id:
             continue
-        if layer is None:
-            gathered[shard.index] = np.asarray(shard.data)
-            continue
-        start, stop, _ = shard.index[0].indices(param.shape[0])
-        if start <= layer < stop:
-            value = jax.lax.dynamic_index_in_dim(shard.data, np.int32(layer - start), keepdims=False)
-            gathered[shard.index[1:]] = np.asarray(value)
+        starts, stops, _ = zip(*map(slice.indices, shard.index, param.shape), strict=True)
+        if all(start <= i < stop for i, start, stop in zip(at, starts, stops, strict=False)):
+            gathered[shard.index[len(at) :]] = _entry(shard.data, at, starts)
     return gathered
+
+
+def _entry(shard: jax.Array, at: tuple[int, ...], starts: Sequence[int]) -> np.ndarray:
+    """The entry at an index in a stack, of which a device has the part from `starts` on; no more is copied."""
+    if not at:
+        return np.asarray(shard)
+    begin = [np.int32(i - start) for i, start in zip((*at, *starts[len(at) :]), starts, strict=True)]
+    return np.asarray(jax.lax.dynamic_slice(shard, begin, [1] * len(at) + [*shard.shape[len(at) :]]))[(0,) * len(at)]

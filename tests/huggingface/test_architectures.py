@@ -31,6 +31,13 @@ CONFIGS = {
     "Gemma3ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 10, "num_hidden_layers": 7},
     "GPTNeoXForCausalLM": SIZES,
     "Phi3ForCausalLM": SIZES | {"num_key_value_heads": 2, "sliding_window": 8, "pad_token_id": 0},
+    "MixtralForCausalLM": SIZES | {"num_key_value_heads": 2, "num_local_experts": 3},
+    "Qwen2MoeForCausalLM": SIZES
+    | {"num_hidden_layers": 5, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"shared_expert_intermediate_size": 28, "num_key_value_heads": 2, "decoder_sparse_step": 2},
+    "Qwen3MoeForCausalLM": SIZES
+    | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_key_value_heads": 2}
+    | {"head_dim": 10, "mlp_only_layers": [0]},
 }
 
 
@@ -54,10 +61,10 @@ def leaves(m: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
     if m.token_types:
         found["embedding.types"] = (m.token_types, m.width)
     kinds = m.kinds
-    for place, kind in enumerate(kinds):
+    for place, (kind, of_kind) in enumerate(zip(kinds, m.of_each_kind, strict=False)):
         stack = f"blocks.{place}_{kind.kind}" if len(kinds) > 1 else "blocks"
         layers = len(range(place, m.layers, len(kinds)))
-        found |= {f"{stack}.{name}": (layers, *shape) for name, shape in of_layer(m).items()}
+        found |= {f"{stack}.{name}": (layers, *shape) for name, shape in of_layer(of_kind).items()}
     found |= norm(m, "embedding.norm" if m.norm == "post" else "head.norm")
     if objective.kind == "masked_lm":
         found |= norm(m, "head.transform_norm") | linear(m, "head.transform", m.width)
@@ -86,9 +93,15 @@ def of_layer(m: Model) -> dict[str, tuple[int, ...]]:
     head = m.head_width or m.width // m.heads
     queries, keys = m.heads * head, (m.kv_heads or m.heads) * head
     matrices = {"attention.query": (queries, "qkv"), "attention.key": (keys, "qkv"), "attention.value": (keys, "qkv")}
-    matrices |= {"attention.out": (queries, "out"), "mlp.up": (m.mlp_dim, "mlp"), "mlp.down": (m.mlp_dim, "mlp")}
-    matrices |= {"mlp.gate": (m.mlp_dim, "mlp")} if m.activation in ("swiglu", "geglu_tanh") else {}
+    matrices |= {"attention.out": (queries, "out")}
     found = {}
+    if moe := m.experts:
+        matrices |= {f"mlp.shared.{name}": (moe.shared, "mlp") for name in ("up", "down", "gate") if moe.shared}
+        found |= {f"mlp.experts.{name}": (moe.experts, m.width, moe.width) for name in ("up", "down", "gate")}
+        found |= {"mlp.router": (m.width, moe.experts)} | ({"mlp.shared_gate": (m.width,)} if moe.shared_gate else {})
+    else:
+        matrices |= {"mlp.up": (m.mlp_dim, "mlp"), "mlp.down": (m.mlp_dim, "mlp")}
+        matrices |= {"mlp.gate": (m.mlp_dim, "mlp")} if m.activation in ("swiglu", "geglu_tanh") else {}
     for name, (size, where) in matrices.items():
         found[name] = (m.width, size)
         if m.has_bias(where):
@@ -113,7 +126,7 @@ def test_every_tensor_entry_is_one_parameter_entry(name, tied):
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     assert sum(math.prod(tensor.shape) for tensor in tensors) == sum(math.prod(shape) for shape in shapes.values())
     for tensor in tensors:
-        whole = [values[part.param] if part.layer is None else values[part.param][part.layer] for part in tensor.parts]
+        whole = [values[part.param][part.at] for part in tensor.parts]
         file = tensor.join(whole)
         assert file.shape == tensor.shape
         for part, value in zip(tensor.parts, whole, strict=True):
@@ -130,14 +143,14 @@ def test_names_and_shapes_are_those_of_transformers(name, tied):
     kind = transformers.AutoConfig.for_model(CLASSES[name].model_type, **CONFIGS[name], tie_word_embeddings=tied)
     with torch.device("meta"):
         model = getattr(transformers, name)(kind)
-    stored = {n: tuple(p.shape) for n, p in model.named_parameters()}  # once each, tied or not
-    names = {*model.state_dict()}
-    if name == "GPTNeoXForCausalLM" and not tied:  # which has another name in its files
-        stored["embed_out.weight"] = stored.pop("lm_head.weight")
-        names.remove("lm_head.weight")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = dict(model.named_parameters())  # once each, tied or not
+    stored = {n: tuple(p.shape) for n, p in revert_weight_conversion(model, parameters).items()}  # as in files
+    names = {*revert_weight_conversion(model, model.state_dict())}
     shapes = leaves(*ours(name, tie_word_embeddings=tied))
     assert {tensor.name: tensor.shape for tensor in CLASSES[name].tensors(shapes, 4)} == stored
-    assert CLASSES[name].buffer_names(model.state_dict(), shapes) >= names - stored.keys()
+    assert CLASSES[name].buffer_names(names, shapes) >= names - stored.keys()
 
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)
@@ -238,6 +251,27 @@ REFUSED = [
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported here"),
     ("Phi3ForCausalLM", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     ("Phi3ForCausalLM", {"resid_pdrop": 0.1}, "resid_pdrop and embd_pdrop differ"),
+    ("MixtralForCausalLM", {"num_local_experts": 1}, "num_local_experts: input should be greater than or equal to 2"),
+    ("MixtralForCausalLM", {"num_experts_per_tok": 0}, "num_experts_per_tok: input should be greater than or equal"),
+    ("MixtralForCausalLM", {"num_experts_per_tok": "2"}, 'num_experts_per_tok: expected an integer, got "2"'),
+    ("MixtralForCausalLM", {"num_experts": 4}, "num_local_experts and num_experts differ"),
+    ("MixtralForCausalLM", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: input should be greater than"),
+    ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported for mixtral"),
+    ("MixtralForCausalLM", {"scoring_func": "sigmoid"}, 'scoring_func="sigmoid" is not supported for mixtral, only'),
+    ("Qwen3MoeForCausalLM", {"n_group": 8, "topk_group": 4}, "n_group=8 is not supported for qwen3_moe"),
+    ("Qwen3MoeForCausalLM", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported for qwen3_moe"),
+    ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 0}, "moe_intermediate_size: input should be greater"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0, 1]}, "mlp_only_layers leave no layer with experts"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": "all"}, 'mlp_only_layers: expected a list of layers, got "all"'),
+    ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive integer, got 0"),
+    ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 6}, "decoder_sparse_step and mlp_only_layers leave no layer"),
+    ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: input should"),
+    (
+        "Qwen2MoeForCausalLM",
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        "DeepseekV3ForCausalLM is not supported: its router scores experts by a sigmoid",
+    ),
+    ("Qwen2MoeForCausalLM", {"architectures": None, "model_type": "gpt_oss"}, "gpt_oss is not supported: its router"),
 ]
 
 
@@ -320,4 +354,5 @@ def test_every_config_is_valid_json():
         json.dumps(build_config(*ours(name))[1], allow_nan=False)
     assert {architecture.model_type for architecture in ARCHITECTURES} == {
         *("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "phi3"),
+        *("mixtral", "qwen2_moe", "qwen3_moe"),
     }

@@ -20,6 +20,9 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"original_max_position_embeddings": 24}
 GEMMA = BASE | {"head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 7}
 PHI = BASE | {"pad_token_id": 0}  # whose default is beyond this vocabulary
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+QWEN2_MOE = BASE | MOE | {"shared_expert_intermediate_size": 28, "num_experts_per_tok": 4}
+QWEN3_MOE = BASE | MOE | {"head_dim": 10}
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA3_ROPE = {FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}}
 GEMMA3_ROPE |= {SLIDING: {"rope_type": "default", "rope_theta": 1e3}}
@@ -69,6 +72,21 @@ FAMILIES = {
         PHI | {"sliding_window": 9},
         PHI | {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}} | ONE_HEAD,
         PHI | {"tie_word_embeddings": True} | WIDE_HEADS,
+    ],
+    "MixtralForCausalLM": [
+        BASE | {"num_local_experts": 4, "num_experts_per_tok": 1},
+        BASE | {"num_local_experts": 4, "sliding_window": 9} | WIDE_HEADS,
+        BASE | {"num_local_experts": 6, "num_experts_per_tok": 4, "tie_word_embeddings": True} | ONE_HEAD,
+    ],
+    "Qwen2MoeForCausalLM": [
+        QWEN2_MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2, "qkv_bias": False},
+        QWEN2_MOE | {"norm_topk_prob": True, "num_experts_per_tok": 1, "mlp_only_layers": [1, 3]},
+        QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4} | ONE_HEAD,
+    ],
+    "Qwen3MoeForCausalLM": [
+        QWEN3_MOE | {"num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True},
+        QWEN3_MOE | {"num_experts_per_tok": 1, "head_dim": 8} | ONE_HEAD,
+        QWEN3_MOE | {"mlp_only_layers": [0, 2], "use_sliding_window": True, "sliding_window": 5},
     ],
 }
 LAYOUTS = ([], ["parallel.model=2"], ["parallel.pipe=2", "parallel.microbatches=2"])

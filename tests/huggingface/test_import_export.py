@@ -186,7 +186,7 @@ def test_each_layout_reads_only_its_shards_and_computes_the_same(hf, tmp_path, m
     for tensor in model_dir.config.tensors({path: leaf.shape for path, leaf in leaves.items()}):
         size, read_sizes, count = math.prod(tensor.shape), parts[tensor.name], len(tensor.parts)
         for path, leaf in ((part.param, leaves[part.param]) for part in tensor.parts):
-            shard, stacked = leaf.sharding.shard_shape(leaf.shape), tensor.parts[0].layer is not None
+            shard, stacked = leaf.sharding.shard_shape(leaf.shape), tensor.parts[0].at != ()
             shard_size = math.prod(shard[1:] if stacked else shard)
             assert shard_size in read_sizes and max(read_sizes) <= size // count, path
             if (stacked and len(shard) == 3) or path.endswith(".tokens"):  # no device holds all, and no read reads all

@@ -59,10 +59,15 @@ PUBLISHED = {  # what the config.json of the released models says
     "pythia/160m": NEOX | sizes(12, 768, 12, 3072, vocab_size=50304),
     "pythia/1.4b": NEOX | sizes(24, 2048, 16, 8192, vocab_size=50304),
     "pythia/6.9b": NEOX | sizes(32, 4096, 32, 16384, vocab_size=50432),
+    "moe/mixtral_8x7b": {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "model_type": "mixtral"}
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0}
+    | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "router_aux_loss_coef": 0.02}
+    | sizes(32, 4096, 32, 14336, sliding_window=None, tie_word_embeddings=False, vocab_size=32000),
 }
 published = pytest.mark.parametrize("name", PUBLISHED)
-MAY_DIFFER = {"max_position_embeddings", "sliding_window_pattern", *SPECIAL_TOKEN_KEYS}
-"""Keys that transformers may read otherwise: the length of rows, and one that layer_types stands for."""
+MAY_DIFFER = {"max_position_embeddings", "sliding_window_pattern", "head_dim", *SPECIAL_TOKEN_KEYS}
+"""Keys that transformers may read otherwise: the length of rows, one that layer_types stands for, and one that is null
+where it follows from others."""
 
 
 def shipped_run(name: str) -> RunConfig:

@@ -92,16 +92,18 @@ def rope(
     fraction: str = "partial_rotary_factor",
     default_fraction: float | None = None,
     scalings: Collection[str] = SCALINGS,
+    default_theta: float | None = None,
 ) -> ConfigKeys:
     """Keys of rotary positions.
 
     theta, fraction: keys outside of rope_parameters.
     default_fraction: value if config.json lacks the key; None if all models rotate whole heads.
-    scalings: supported values of rope_type, besides default."""
+    scalings: supported values of rope_type, besides default.
+    default_theta: value if config.json lacks the key, and it is not 10,000."""
 
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         outside = {
-            "rope_theta": hf_config.get(theta),
+            "rope_theta": hf_config.get(theta, default_theta),
             "partial_rotary_factor": hf_config.get(fraction, default_fraction or 1.0),
         }
         given = {key: value for key, value in outside.items() if value is not None}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_lm.config.schema import Model
-from spmd_lm.huggingface.architectures import Architecture, ConfigKey
+from spmd_lm.huggingface.architectures import Architecture, ConfigKey, ConfigKeys
 from spmd_lm.huggingface.families import decoder
-from spmd_lm.huggingface.families.decoder import FULL, SLIDING, layer_types_of
+from spmd_lm.huggingface.families.decoder import FULL, SLIDING, DefaultTypes, layer_types_of
 
 
 def _last_layers(hf_config: Mapping[str, Any], layers: int, errors: list[str]) -> Sequence[str]:
@@ -32,17 +32,22 @@ QWEN_KEYS = (
 )
 SLIDES = ConfigKey("use_sliding_window", "period", False)
 FIRST = ConfigKey("max_window_layers", "period", 28)
-BY_LAYER = decoder.windows(_last_layers, SLIDES.hf_key, FIRST.hf_key, write=_write_windows)
 
 
-def _read_windows(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    types = hf_config.get("layer_types")
-    if isinstance(types, list) and SLIDING in types and not SLIDES.read(hf_config, errors):
-        errors.append(f"layer_types has {SLIDING}, but {SLIDES.hf_key} is not true. Correct one of them.")
-    return BY_LAYER.read(hf_config, sizes, errors)
+def windows_of(default: DefaultTypes) -> ConfigKeys:
+    """default: the layers with windows if config.json has no layer_types."""
+    by_layer = decoder.windows(default, SLIDES.hf_key, FIRST.hf_key, write=_write_windows)
+
+    def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+        types = hf_config.get("layer_types")
+        if isinstance(types, list) and SLIDING in types and not SLIDES.read(hf_config, errors):
+            errors.append(f"layer_types has {SLIDING}, but {SLIDES.hf_key} is not true. Correct one of them.")
+        return by_layer.read(hf_config, sizes, errors)
+
+    return dataclasses.replace(by_layer, read=read)
 
 
-WINDOWS = dataclasses.replace(BY_LAYER, read=_read_windows)
+WINDOWS = windows_of(_last_layers)
 QWEN2 = Architecture(
     model_type="qwen2",
     classes={"Qwen2ForCausalLM": {"kind": "causal_lm"}},
