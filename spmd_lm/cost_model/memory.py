@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
-from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes, tokens_per_device

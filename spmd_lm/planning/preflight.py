@@ -18,7 +18,7 @@ from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
-from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
