@@ -168,6 +168,12 @@ def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) ->
         yield use(f"model.share_layers=true with {adapter.kind=!s}", "model.share_layers=false", "adapter.kind=none")
 
 
+def experts_are_not_quantized(adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    if adapter.base != "none" and model.mixtures:
+        problem = f"{adapter.base=!s} with model.mlp.kind=moe: stacks of experts, most of the model, have no codes"
+        yield use(problem, "adapter.base=none")
+
+
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
     """Checks tokenizers without a file; a vocabulary file is checked when it is read."""
     least, more = 256, ""
@@ -424,6 +430,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     mixtures_have_as_many_experts,
     layers_can_be_shared,
     adapted_layers_are_not_shared,
+    experts_are_not_quantized,
     frozen_parameters_have_their_dtype,
     offload_keys_have_an_effect,
     settings_have_an_effect,

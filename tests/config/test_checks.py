@@ -110,6 +110,11 @@ def problems(*overrides: str) -> list[str]:
             "model.mlp.capacity=0.07 or more, or model.mlp.capacity=none",
         ),
         (
+            f"{MOE} adapter.kind=lora adapter.base=nf4",
+            "adapter.base=nf4 with model.mlp.kind=moe: stacks of experts, most of the model, have no codes",
+            "adapter.base=none",
+        ),
+        (
             f"{MOE} model.mlp.shared_gate=true",
             "model.mlp.shared_gate=true has no effect without model.mlp.shared, whose output it multiplies",
             "model.mlp.shared_gate=false, or model.mlp.shared=256",
