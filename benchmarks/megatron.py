@@ -15,7 +15,7 @@ from megatron_collectives import megatron_collectives
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.compute_time import head_seconds
-from spmd_lm.cost_model.expected_collectives import ExpectedCollective
+from spmd_lm.cost_model.counted_step import ExpectedCollective
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.sizes import tokens_per_device

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from spmd_lm.axes import BATCH_AXES, MODEL, PIPE
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.expected_collectives import ExpectedCollective
+from spmd_lm.cost_model.counted_step import ExpectedCollective
 from spmd_lm.cost_model.sizes import dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.plan import Plan

@@ -129,7 +129,8 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
             hint = f"A text is a regular expression of a whole name. Write [{target}]."
         if not model.matrices:
             hint = "The block is no HasMatrices with parameters [width, ..]: docs/own-model.md."
-        raise ConfigError(f"adapter.{key}: {target:.100} matches no matrix of a block. {hint}")
+        stacks = " Stacks of experts have no adapters." if model.c.mixtures else ""
+        raise ConfigError(f"adapter.{key}: {target:.100} matches no matrix of a block.{stacks} {hint}")
     if key == "targets" and not values:
         raise ConfigError("adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear.")
     return values

@@ -113,6 +113,35 @@ def settings_have_an_effect(model: Model, objective: Objective) -> Problems:
         yield use(problem, "model.logit_softcap=null")
 
 
+@layout_checks.for_each_kind
+def routers_can_choose(model: Model) -> Problems:
+    """Requires experts enough for a token's choices, groups that divide a row, and room for a choice in each expert."""
+    if (moe := model.experts) is None:
+        return
+    experts, per_token = f"model.mlp.experts={moe.experts}", f"model.mlp.per_token={moe.per_token}"
+    if moe.per_token > moe.experts:
+        yield use(f"{per_token} is more than {experts}", f"model.mlp.per_token={moe.experts}")
+    if model.context % (group := moe.group or model.context):
+        chosen = f"model.mlp.group={group}"
+        ways = nearest(chosen, divisors(model.context)), nearest_multiple(f"{model.context=}", group)
+        yield use(f"{model.context=} is not divisible by {chosen}, the tokens that compete for experts", *ways)
+    elif moe.capacity != "none" and moe.capacity * moe.per_token * group < moe.experts:
+        least = math.ceil(100 * moe.experts / (moe.per_token * group)) / 100
+        problem = f"model.mlp.capacity={moe.capacity:g} leaves an expert less than one of a group's {group} tokens"
+        ways = f"model.mlp.capacity={least:g} or more", "model.mlp.capacity=none"
+        yield use(f"{problem}, with {experts} and {per_token}", *ways)
+    if moe.shared_gate and not moe.shared:
+        problem = "model.mlp.shared_gate=true has no effect without model.mlp.shared, whose output it multiplies"
+        yield use(problem, "model.mlp.shared_gate=false", f"model.mlp.shared={moe.width or model.mlp_dim}")
+
+
+def mixtures_have_as_many_experts(model: Model) -> Problems:
+    numbers = list(dict.fromkeys(moe.experts for moe in model.mixtures))
+    if len(numbers) > 1:
+        counts = " and ".join(map(str, numbers))
+        yield use(f"model.period has kinds with {counts} experts: metrics have one table for all", "the same number")
+
+
 def layers_can_be_shared(model: Model) -> Problems:
     if model.share_layers and len(model.kinds) > 1:
         yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
@@ -137,6 +166,12 @@ def offload_keys_have_an_effect(optim: OptimizerConfig) -> Problems:
 def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) -> Problems:
     if adapter.kind != "none" and model.share_layers:
         yield use(f"model.share_layers=true with {adapter.kind=!s}", "model.share_layers=false", "adapter.kind=none")
+
+
+def experts_are_not_quantized(adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    if adapter.base != "none" and model.mixtures:
+        problem = f"{adapter.base=!s} with model.mlp.kind=moe: stacks of experts, most of the model, have no codes"
+        yield use(problem, "adapter.base=none")
 
 
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
@@ -368,9 +403,11 @@ MAX_ELEMENTS = 2**60  # per array: XLA counts its bytes in 63 bits
 
 @layout_checks.for_each_kind
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
-    m, rows = model, train.batch * model.context
+    m, rows, moe = model, train.batch * model.context, model.experts
+    stacked = moe.experts * (moe.width or m.mlp_dim) if moe else 0
     arrays = {
         f"{m.layers=} x {m.width=} x mlp_width={m.mlp_dim}": m.layers * m.width * m.mlp_dim,
+        f"{m.layers=} x {m.width=} x model.mlp's {stacked} wide in all": m.layers * m.width * stacked,
         f"{m.vocab=} x {m.width=}": m.vocab * m.width,
         f"{m.context=} x {m.width=}": m.context * m.width,
         f"{train.batch=} x {m.context=} x {m.layers=} x {m.width=}": rows * m.layers * m.width,
@@ -389,8 +426,11 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     parallel_branches_have_their_norms,
     rotary_keys_have_an_effect,
     rotated_features_are_pairs,
+    routers_can_choose,
+    mixtures_have_as_many_experts,
     layers_can_be_shared,
     adapted_layers_are_not_shared,
+    experts_are_not_quantized,
     frozen_parameters_have_their_dtype,
     offload_keys_have_an_effect,
     settings_have_an_effect,

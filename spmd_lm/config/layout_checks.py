@@ -31,28 +31,41 @@ def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
 
 @for_each_kind
 def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Problems:
-    degree = parallel.model
-    degrees = _fitting_degrees(math.gcd(model.heads, model.mlp_dim), parallel, run)
+    degree, mlps = parallel.model, _mlp_widths(model)
+    degrees = _fitting_degrees(math.gcd(model.heads, *(width for *_, width in mlps)), parallel, run)
     if model.heads % degree:
         # The larger of two equally near numbers of heads: more heads cost nothing.
         heads = [n for n in divisors(model.width) if n % degree == 0]
         closest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
         problem = f"{model.heads=} is not divisible by {parallel.model=} (attention query, dim 'heads')"
         yield use(problem, degrees, f"model.heads={closest}" if closest else "")
-    if model.mlp_dim % degree:
-        mlp_width, derived = f"model.mlp_width={model.mlp_dim}", "" if model.mlp_width else f" (4 x {model.width=})"
-        problem = f"{mlp_width}{derived} is not divisible by {parallel.model=} (MLP, dim 'mlp')"
-        yield use(problem, degrees, nearest_multiple(mlp_width, degree))
+    for mlp_width, what, width in mlps:
+        if width % degree:
+            derived = "" if model.mlp_width or "mlp." in mlp_width else f" (4 x {model.width=})"
+            problem = f"{mlp_width}{derived} is not divisible by {parallel.model=} ({what}, dim 'mlp')"
+            yield use(problem, degrees, nearest_multiple(mlp_width, degree))
     if parallel.sequence and model.context % degree:
         over = f"{parallel.model=}, over which parallel.sequence=true shards it"
         ways = _fitting_degrees(model.context, parallel, run), nearest_multiple(f"{model.context=}", degree)
         yield use(f"{model.context=} is not divisible by {over}", *ways)
 
 
+def _mlp_widths(model: Model) -> list[tuple[str, str, int]]:
+    """(setting, what it is the hidden width of, width) of a layer's MLPs."""
+    moe, of_mlp = model.experts, f"model.mlp_width={model.mlp_dim}"
+    if moe is None:
+        return [(of_mlp, "MLP", model.mlp_dim)]
+    widths = [(f"model.mlp.width={moe.width}", "experts", moe.width)] if moe.width else []
+    widths = widths or [(of_mlp, "experts", model.mlp_dim)]
+    if moe.shared:
+        widths.append((f"model.mlp.shared={moe.shared}", "shared MLP", moe.shared))
+    return widths
+
+
 def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
     """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`.  With 0 devices,
     an unknown number, every divisor fits."""
-    others = parallel.pipe * parallel.replica
+    others = parallel.pipe * parallel.replica * parallel.expert
     fits = [n for n in divisors(size) if run.simulate_devices % (others * n) == 0]
     return nearest(f"{parallel.model=}", fits or [1])
 
@@ -80,7 +93,7 @@ def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems
     stages, chunks, period = parallel.pipe, parallel.chunks, len(model.kinds)
     periods = 1 if model.layers % period else model.layers // period
     if stages > 1 and periods % (stages * chunks):
-        others = parallel.replica * parallel.model * max(parallel.data, 1)
+        others = parallel.replica * parallel.expert * parallel.model * max(parallel.data, 1)
         fits = [n for n in divisors(periods) if n == 1 or run.simulate_devices % (n * others) == 0]
         per_stage, rest = divmod(periods, stages)
         where = f"{parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else "")
@@ -106,6 +119,28 @@ def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) ->
         where = f" in each of the pipeline's {chunks} chunks" if chunks > 1 else ""
         problem = f"{remat.block_size=} does not divide the {layers} of {model.layers=}{where}"
         yield use(problem, nearest(f"{remat.block_size=}", divisors(layers)))
+
+
+def experts_are_divisible(model: Model, parallel: Parallel) -> Problems:
+    """Requires experts for parallel.expert to divide, the same number on each of its devices."""
+    if parallel.expert > 1 and not model.mixtures:
+        problem = f"{parallel.expert=} with {model.mlp.kind=!s}: there are no experts to divide"
+        yield use(problem, "parallel.expert=1", "model.mlp='{kind: moe, experts: 8}'")
+    yield from _divided_experts(model=model, parallel=parallel)
+
+
+@for_each_kind
+def _divided_experts(model: Model, parallel: Parallel) -> Problems:
+    if (moe := model.experts) and moe.experts % parallel.expert:
+        chosen, degree = f"model.mlp.experts={moe.experts}", f"{parallel.expert=}"
+        ways = nearest(degree, divisors(moe.experts)), nearest_multiple(chosen, parallel.expert)
+        yield use(f"{chosen} is not divisible by {degree}", *ways)
+
+
+def experts_are_manual(model: Model, parallel: Parallel) -> Problems:
+    if parallel.partitioner == "types" and model.mixtures:
+        reason = "tokens go to slots of buffers, which sharding types cannot describe"
+        yield use(f"{parallel.partitioner=!s} with model.mlp.kind=moe: {reason}", "parallel.partitioner=auto")
 
 
 def pipelines_do_not_offload(parallel: Parallel, remat: Remat) -> Problems:
@@ -258,7 +293,7 @@ def microbatches_divide_batch(train: Train, parallel: Parallel) -> Problems:
 
 
 def _microbatch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
-    """Checks divisibility by a question's rows, which share a device, then by the shards over `replica` and `data`."""
+    """Checks divisibility by a question's rows, which share a device, then by the shards over the batch's axes."""
     rows, rest = divmod(train.batch, parallel.microbatches)
     choices = objective.rows_per_example
     batch, microbatches = f"{train.batch=}", f"{parallel.microbatches=}"
@@ -270,7 +305,9 @@ def _microbatch_is_divisible(parallel: Parallel, train: Train, objective: Object
     elif rows // choices % shards:
         fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
         what = f"{rows // choices} questions of objective.{choices=}" if choices > 1 else f"{rows} sequences"
-        problem = f"gives {what}, not divisible by {parallel.replica=} x data={shards // parallel.replica}"
+        data = shards // (parallel.replica * parallel.expert)
+        others = f"{parallel.replica=} x data={data}" + f" x {parallel.expert=}" * (parallel.expert > 1)
+        problem = f"gives {what}, not divisible by {others}"
         ways = nearest(microbatches, fits), nearest_multiple(batch, parallel.microbatches * shards * choices)
         yield use(f"{batch} in {microbatches} {problem}", *ways)
 
@@ -282,6 +319,8 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
+    experts_are_divisible,
+    experts_are_manual,
     codes_are_of_zero_3,
     secondary_copies_are_gathered_again,
     adapters_are_manual,

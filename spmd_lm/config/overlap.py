@@ -87,4 +87,6 @@ def collective_matmul_branches(config: RunConfig, platform: str, device_kind: st
     wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
     if not wanted or any(collective_matmul_obstacles(config.model, p, config.adapter)):
         return ()
+    if config.model.mixtures:  # whose matmuls are of slots, not of a row's tokens
+        return ("attention",)
     return ("mlp",) if platform == "tpu" else BRANCHES

@@ -46,6 +46,7 @@ OTHER_NAMES = {  # keys' names in other trainers or earlier versions
     "data.pack": ["packing", "pack_sequences", "sample_packing"],
     "parallel.pipe": ["pipeline", "pp"],
     "parallel.data": ["dp"],
+    "parallel.expert": ["expert_parallel", "ep"],
     "parallel.model": ["tensor", "tensor_parallel", "tp"],
     "parallel.sequence": ["sp"],
     "parallel.zero": ["fsdp"],

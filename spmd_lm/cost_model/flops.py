@@ -3,7 +3,8 @@ FLOP/s, published by its vendor, or for a CPU measured.
 
 Model FLOPs are those of matmuls: 2 per multiply-add, and backward costs twice as much as forward.  Attention
 counts the full square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its
-recomputation); in a window `span` keys a query, or 2 x span - 1 without a causal mask."""
+recomputation); in a window `span` keys a query, or 2 x span - 1 without a causal mask.  Of experts those count that a
+token chooses, and their router, whatever the capacity."""
 
 import functools
 import timeit
@@ -13,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.config.remat import RematPolicy
-from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model, MultipleChoice, RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
-from spmd_lm.cost_model.layer_trace import trace_layers
+from spmd_lm.cost_model.layer_trace import Pass, trace_layers
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.parallel.plan import Plan
 
@@ -45,9 +46,16 @@ def _layers(config: RunConfig, plan: Plan | None) -> tuple[float, float]:
         m, layers = of_kind.model, share * config.model.layers
         keys = m.context if m.span is None else m.span if m.causal else 2 * m.span - 1
         attention = traced.forward.attention_flops * min(1, keys / m.context)
-        forward += layers * (traced.forward.product_flops + attention)
-        backward += layers * (traced.backward.product_flops + 2 * attention)
+        forward += layers * (_of_products(traced.forward, m) + attention)
+        backward += layers * (_of_products(traced.backward, m) + 2 * attention)
     return forward, backward
+
+
+def _of_products(traced: Pass, m: Model) -> float:
+    """FLOPs of matmuls; of experts' those of the tokens that choose them, whatever the capacity."""
+    group = m.experts.group or m.context if m.experts else 1
+    slots_in_use = m.experts.per_token * group / (m.experts.experts * m.experts.slots(group)) if m.experts else 1
+    return sum(each.times * each.product.flops * (slots_in_use if each.of_experts else 1.0) for each in traced.products)
 
 
 def _head(config: RunConfig) -> tuple[float, float]:

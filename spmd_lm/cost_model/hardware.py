@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.wire import ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import read_bytes
 
@@ -41,11 +41,26 @@ class Links(NamedTuple):
 
         A group that spans domains uses the network from all of its devices in a domain at once, or from `adapters` of
         them.  A permute sends one way, and to another domain from one device alone, for which all others wait."""
+        if kind == ALL_TO_ALL:
+            return self._all_to_all(devices, domains, adapters)
         if domains > 1:
             assert self.network is not None
             side_by_side = 1 if kind == COLLECTIVE_PERMUTE else adapters or devices / domains
             return min(self.link, self.network * side_by_side)
         return 2 * self.link if self.is_ring(devices, domains) and kind != COLLECTIVE_PERMUTE else self.link
+
+    def _all_to_all(self, devices: int, domains: int, adapters: float | None) -> float:
+        """Each device sends every other one a share of its own, which no device passes on but round a torus: there the
+        links in the middle of a line carry what one half sends the other, and those of a ring half of that."""
+        within = devices / domains
+        if domains > 1:
+            assert self.network is not None
+            leaving = (devices - within) / (self.network * (adapters or within) / within)
+            return (devices - 1) / max(leaving, (within - 1) / self.link)
+        if not self.closes_at:
+            return self.link
+        across = (devices // 2) * (devices - devices // 2)
+        return self.link * (devices - 1) / across * (2 if self.is_ring(devices, domains) else 1)
 
     def is_ring(self, devices: int, domains: int) -> bool:
         """True if a group is closed on a torus: each direction has its own links."""

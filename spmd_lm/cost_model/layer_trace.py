@@ -15,14 +15,23 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import is_spec
 from spmd_lm.adapters import adapters_of
-from spmd_lm.axes import MODEL, SEQUENCE, is_dim_names
+from spmd_lm.axes import EXPERT, MODEL, SEQUENCE, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.adapters import CODED
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective, RunConfig
-from spmd_lm.cost_model.dataflow import KIND_OF_PRIMITIVE, PRODUCTS, Dataflow, Operation, Value, equations, save_p
+from spmd_lm.cost_model.dataflow import (
+    KIND_OF_PRIMITIVE,
+    PRODUCTS,
+    VIEWS,
+    Dataflow,
+    Operation,
+    Value,
+    equations,
+    save_p,
+)
 from spmd_lm.cost_model.kernels import Product
 from spmd_lm.cost_model.sizes import shares_of_kinds
 from spmd_lm.cost_model.wire import ALL_GATHER
@@ -61,6 +70,11 @@ class TracedProduct(NamedTuple):
         if not self.per_row:
             return self.product
         return self.product._replace(**{self.per_row: getattr(self.product, self.per_row) * rows})
+
+    @property
+    def of_experts(self) -> bool:
+        """True for matmuls with a stack of matrices, or of their gradients; those of attention grow in their batch."""
+        return self.product.batch > 1 and self.per_row in ("rows", "inner")
 
 
 class Pass(NamedTuple):
@@ -146,7 +160,7 @@ def trace_layer(
         trains = functools.partial(plan.trains, *stack)
         key = *key, stack, plan.freeze, plan.trainable
     if of_shards is not None:
-        sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(MODEL))
+        sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(EXPERT, MODEL))
         gathers = of_shards.sequence
         key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers
     key = *key, jax.config.read("jax_enable_x64")
@@ -180,10 +194,12 @@ def _policy_inside(remat: RematPolicy, *, gathers: bool) -> RematPolicy:
 
 
 class _LayerFlow(NamedTuple):
-    """gradients: those of parameters, which do not count as activations."""
+    """gradients: those of parameters, which do not count as activations.
+    products_of_gradients: what they are casts and transposes of."""
 
     flow: Dataflow
     gradients: frozenset[Value]
+    products_of_gradients: frozenset[Value]
 
     def under(self, remat: RematPolicy) -> "_LayerFlow":
         if not remat.recomputes_layer:
@@ -191,7 +207,7 @@ class _LayerFlow(NamedTuple):
         return self._replace(flow=self.flow.recomputed(self.flow.named[RESIDUAL] if remat.saves_branch_sums else ()))
 
     def cost(self, lanes: int) -> LayerTrace:
-        forward, backward = (_pass(self.flow, backward, self.gradients, lanes) for backward in (False, True))
+        forward, backward = (_pass(self, backward, lanes) for backward in (False, True))
         return LayerTrace(forward, backward, *_saved(self.flow, lanes))
 
 
@@ -251,7 +267,16 @@ def _flow(
         jaxpr = jax.make_jaxpr(run)(*arguments)
     flow = Dataflow(jaxpr, roots, gradient=GRADIENT)
     gradients = flow.outputs[-1 - len(jax.tree.leaves(trained)) : -1]
-    return _LayerFlow(flow, frozenset(value.base for value in gradients))
+    return _LayerFlow(flow, frozenset(value.base for value in gradients), _before_casts(flow, gradients))
+
+
+def _before_casts(flow: Dataflow, values: list[Value]) -> frozenset[Value]:
+    """`values`, and what they are casts and transposes of."""
+    found = set(values)
+    for operation in reversed(flow.operations):
+        if operation.equation.primitive.name in (*VIEWS, "transpose") and not found.isdisjoint(operation.outputs):
+            found.update(operation.inputs)
+    return frozenset(found)
 
 
 def _trained(tree: Tree, trains: Callable[..., bool], *path: str) -> Tree:
@@ -302,7 +327,8 @@ def _sent(operations: list[Operation]) -> Counter[Sent]:
     return sent
 
 
-def _pass(flow: Dataflow, backward: bool, gradients: frozenset[Value], lanes: int) -> Pass:
+def _pass(traced: _LayerFlow, backward: bool, lanes: int) -> Pass:
+    flow, gradients, _ = traced
     operations = [each for each in flow.operations if each.backward == backward]
     kernels = flow.kernels(operations)
     last = {value: i for i, kernel in enumerate(kernels) for value in kernel.read}
@@ -318,13 +344,13 @@ def _pass(flow: Dataflow, backward: bool, gradients: frozenset[Value], lanes: in
         peak = max(peak, alive)
         alive -= ends[i]
     attention = sum(map(_attention_flops, operations))
-    return Pass(_merged(operations), attention, traffic, fusions, peak, _sent(operations))
+    return Pass(_merged(operations, traced.products_of_gradients), attention, traffic, fusions, peak, _sent(operations))
 
 
-def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
+def _merged(operations: list[Operation], of_gradients: frozenset[Value]) -> tuple[TracedProduct, ...]:
     """The matmuls of `operations`.  Those of one array with several count as one: XLA merges them, or a library fills
     cores that one's tiles leave idle with another's."""
-    products = [(operation, each) for operation in operations for each in _products(operation)]
+    products = [(operation, each) for operation in operations for each in _products(operation, of_gradients)]
     uses = Counter((value.base, each.product.inner) for operation, each in products for value in operation.inputs)
     merged: dict[Any, TracedProduct] = {}
     for operation, (product, per_row, times) in products:
@@ -335,7 +361,7 @@ def _merged(operations: list[Operation]) -> tuple[TracedProduct, ...]:
             if grows and shared and _is_activation(shared) and uses[shared.base, product.inner] > 1:
                 key, rows = (shared.base, product.inner), product.rows * product.columns / columns
                 columns += merged[key].product.columns if key in merged else 0
-                merged[key] = TracedProduct(Product(rows, product.inner, columns), per_row, times)
+                merged[key] = TracedProduct(Product(rows, product.inner, columns, product.batch), per_row, times)
                 break
         else:
             already = merged[key].times if key in merged else 0
@@ -347,7 +373,8 @@ PER_ROW = ("", "columns"), ("rows", "inner")
 """The field of Product that grows with the rows, by whether the left and the right operand do."""
 
 
-def _products(operation: Operation) -> Iterator[TracedProduct]:
+def _products(operation: Operation, of_gradients: frozenset[Value]) -> Iterator[TracedProduct]:
+    """of_gradients: results that are gradients of parameters."""
     grows = tuple(map(_is_activation, operation.inputs[:2]))
     for equation, times in equations(operation.equation):
         if equation.primitive.name not in PRODUCTS:
@@ -361,8 +388,10 @@ def _products(operation: Operation) -> Iterator[TracedProduct]:
         (inner, _), (batch, _) = equation.params["dimension_numbers"]
         shared, contracted = (math.prod(left[dim] for dim in dims) for dims in (batch, inner))
         rows, columns = (math.prod(shape) // shared // contracted for shape in (left, right))
-        # Matmuls in a loop grow in some dimension, those of attention in their batch.
-        per_row = "batch" if equation is not operation.equation or batch else PER_ROW[grows[0]][grows[1]]
+        # Matmuls in a loop grow in some dimension, those of attention in their batch, those of experts in their slots.
+        of_weights = not batch or not all(grows) or not of_gradients.isdisjoint(operation.outputs)
+        in_loop = equation is not operation.equation
+        per_row = PER_ROW[grows[0]][grows[1]] if of_weights and not in_loop else "batch"
         if per_row == "columns":
             rows, columns, per_row = columns, rows, "rows"
         yield TracedProduct(Product(rows, contracted, columns, shared), per_row, times)

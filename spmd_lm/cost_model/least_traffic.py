@@ -1,7 +1,7 @@
 """Least bytes that a step reads from and writes to device memory, whatever its kernels."""
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.memory import saved_activations
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.own_optimizer import bytes_of_moments

@@ -5,12 +5,14 @@ points: weights and gradients follow from the layout, activations from a layer's
 the traits in `Compiler`.  `benchmarks/predictions.py` compares the sum with compilers' peaks, for random models,
 layouts and topologies."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
-from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes, tokens_per_device
@@ -261,8 +263,8 @@ class _Step:
     def _weights(self) -> None:
         plan, p = self.plan, self.config.precision
         layer = plan.bytes_per_device(p.compute, "blocks", gathered=True) / self.layers_of_stage
+        largest = self._largest_layer(functools.partial(plan.bytes_per_device, p.compute, gathered=True))
         ahead = sum(plan.bytes_per_device(p.compute, "blocks", key, gathered=True) for key in plan.prefetch)
-        period = len(self.config.model.kinds) if plan.prefetch else 1  # layers that are gathered at a time
         self.rest, self.resident, self.in_use = self._copies("embedding", "head"), self._copies("blocks"), 0.0
         self.chunk = layer * self.config.layers_per_chunk if plan.zero.scatter_per == "chunk" else 0
         if not plan.zero.gathers_on_use:
@@ -275,10 +277,19 @@ class _Step:
         if plan.rings and plan.secondary:  # in place of what is cast
             self.resident = self._copies("blocks") // plan.rings.within
         if plan.zero.gather_per == "layer":
-            self.in_use = period * (layer + ahead / self.layers_of_stage)
+            # a layer, or with prefetch a period
+            at_a_time = len(self.config.model.kinds) * layer if plan.prefetch else largest
+            self.in_use = at_a_time + len(self.config.model.kinds) * ahead / self.layers_of_stage
         else:  # a chunk's, in the layout in which it is gathered and in the one that matmuls read
             self.chunk *= 2
             self.resident += self.compiler.casts_layers * sum(each.elements * stored[each] for each in blocks)
+
+    def _largest_layer(self, bytes_below: Callable[..., int]) -> float:
+        """Bytes of one layer's arrays, of the largest kind.  bytes_below: those of a stack, by its path."""
+        config, stages = self.config, self.plan.layout.pipe
+        sharing = config.model.layers / config.model.unique_layers
+        layers = [config.model.layers_like(place) / sharing / stages for place in range(len(config.model.kinds))]
+        return max(bytes_below(*config.stack_path(place)) / n for place, n in enumerate(layers))
 
     def _copies(self, *parts: str) -> float:
         """Bytes of these parts' weights that are gathered or cast; others are the parameters themselves."""
@@ -294,15 +305,16 @@ class _Step:
     def _gradients(self) -> None:
         plan, p = self.plan, self.config.precision
         trained = plan.bytes_per_device(p.compute, gathered=True, trained=True)
-        self.layer_gradients = plan.bytes_per_device(p.compute, "blocks", gathered=True, trained=True)
-        self.layer_gradients //= self.layers_of_stage
+        of_trained = functools.partial(plan.bytes_per_device, p.compute, gathered=True, trained=True)
+        self.layer_gradients = of_trained("blocks") // self.layers_of_stage
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
         ahead = ahead * self.itemsize // self.layers_of_stage  # these are scattered a layer later
         self.accumulated, self.complete, self.unscattered = trained * self.float32 // self.itemsize, trained, 0
         if plan.zero.scatters_in_backward:
             shards = plan.elements_per_device(trained=True)
             self.accumulated, self.complete = shards * dtype_bytes(p.params), shards * dtype_bytes(p.reduce)
-            self.unscattered = (len(self.config.model.kinds) if plan.prefetch else 1) * (self.layer_gradients + ahead)
+            kinds, largest = len(self.config.model.kinds), int(self._largest_layer(of_trained))
+            self.unscattered = kinds * (self.layer_gradients + ahead) if plan.prefetch else largest
         self.exchanged = self.compiler.exchanged * self._largest_exchanged() if plan.scatter_codec else 0
         self.unscattered += self.exchanged
         embedding = plan.bytes_per_device(p.compute, "embedding", gathered=True)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.compute_time import LayerSeconds, head_seconds, layer_seconds
-from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
+from spmd_lm.cost_model.counted_step import ExpectedCollective, layer_passes
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes

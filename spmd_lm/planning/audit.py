@@ -28,7 +28,8 @@ from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
-from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.cost_model.counted_step import ExpectedCollective
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.layer_trace import has_own_block, trace_layers
 from spmd_lm.cost_model.sizes import dtype_bytes, tokens_per_device

@@ -5,11 +5,12 @@ import math
 from typing import Any
 
 from spmd_lm.analysis.topology import Topology
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
+from spmd_lm.axes import BATCH_AXES, EXPERTS, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
+from spmd_lm.config.layers import layer_path
 from spmd_lm.config.own_modules import modules_of
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
@@ -65,6 +66,8 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "topology": str(topology) if topology else None,
         "parameters": parameters,
         "parameter_count": parameter_count(plan),  # without padding
+        "active_count": active_count(config, plan),
+        "experts": _describe_experts(config, plan),
         "trained_count": trained_count(plan.frozen, plan.shapes),
         "saved_by_freezing": _describe_freezing(config, plan) if plan.freeze or plan.trainable else None,
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
@@ -99,6 +102,43 @@ def parameter_count(plan: Plan) -> int:
     """Number of the model's parameters, without padding; quantized matrices count by their entries."""
     leaves = leaves_by_path(plan.shapes).items()
     return sum(leaf.size * numbers_per_element(path.rpartition(".")[2], str(leaf.dtype)) for path, leaf in leaves)
+
+
+def active_count(config: RunConfig, plan: Plan) -> int:
+    """Number of the parameters that a token uses: of experts, those of the ones that it chooses."""
+    leaves, idle = leaves_by_path(plan.shapes), 0
+    for each in plan.parameters:
+        if EXPERTS in each.names:
+            place, _ = layer_path(each.path)
+            moe = config.model.of_each_kind[place].experts
+            assert moe
+            idle += leaves[".".join(each.path)].size * (moe.experts - moe.per_token) // moe.experts
+    return parameter_count(plan) - idle
+
+
+def _describe_experts(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Each kind of layer with experts: tokens of a group, slots that an expert has for them, slots for each that is
+    used if all are, and bytes of a layer's buffers on a device."""
+    described = []
+    for model in dict.fromkeys(config.model.of_each_kind):
+        if moe := model.experts:
+            group = moe.group or model.context
+            slots = moe.slots(group)
+            of_a_device = tokens_per_device(config, plan.layout) // group * moe.experts * slots
+            size = of_a_device * model.width * dtype_bytes(config.precision.compute)
+            keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")}
+            used = moe.experts * slots / (moe.per_token * group)
+            described.append(keys | {"group": group, "slots": slots, "slots_per_choice": used, "buffer_bytes": size})
+    return described
+
+
+def _text_of_experts(experts: dict[str, Any]) -> str:
+    e = experts
+    capacity = "no capacity" if e["capacity"] == "none" else f"capacity {e['capacity']:g}"
+    return (
+        f"{e['experts']}, {e['per_token']} of each token; {capacity}: {e['slots']} slots for {e['group']} "
+        f"tokens, {e['slots_per_choice']:.3g} for each choice, in buffers of {format_bytes(e['buffer_bytes'])} a layer"
+    )
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
@@ -242,6 +282,8 @@ def summary(description: dict[str, Any]) -> str:
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []
     parameters = f"{d['parameter_count']:,} parameters"
+    if d["active_count"] != d["parameter_count"]:
+        parameters += f", {d['active_count']:,} of them active per token"
     if d["trained_count"] != d["parameter_count"]:
         parameters += f", {d['trained_count']:,} of them trained, which {_saved_by_freezing(d['saved_by_freezing'])}"
     if vocab["padded"] != vocab["model"]:
@@ -268,6 +310,7 @@ def summary(description: dict[str, Any]) -> str:
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
+        *(f"experts {_text_of_experts(each)}" for each in d["experts"]),
         *([f"own     {', '.join(d['own_modules'])}"] if d["own_modules"] else []),
         f"layers  {how}",
         *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),

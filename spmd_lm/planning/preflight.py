@@ -18,7 +18,7 @@ from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
-from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
@@ -29,6 +29,7 @@ from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.audit import AuditedStep, audit_step
 from spmd_lm.planning.capacity import describe_capacity
+from spmd_lm.planning.plan_report import active_count, parameter_count
 from spmd_lm.planning.search import Target, make_plan, require_speed
 from spmd_lm.runtime.compilation_cache import VerifiedCache
 from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
@@ -90,6 +91,7 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
         "tokens_per_second": tokens,
         "mfu": model_flops / step_seconds / devices / published.flops if published else None,
+        "parameters": describe_parameters(config, plan),
         "tokens_per_step": program.tokens_per_step,
         "steps": config.train.steps,
         "bubble": audited["bubble"],
@@ -115,12 +117,18 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
         "collectives": [],
         "flops": {"model": flops.train_step(config, plan), "hardware": None},
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
+        "parameters": describe_parameters(config, plan),
         "tokens_per_step": config.train.batch * config.model.context,
         "steps": config.train.steps,
         "bubble": make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks).bubble,
         "refused": reason,
         "notice": None,
     }
+
+
+def describe_parameters(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """Numbers of the model's parameters, and of those that a token uses."""
+    return {"all": parameter_count(plan), "active": active_count(config, plan)}
 
 
 def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +247,8 @@ def render(found: dict[str, Any]) -> str:
         capacity = f"the {describe_capacity(m['capacity'], m['device'])}"
     planned += f", {format_bytes(m['host'])} on its host" * bool(m["host"])
     planned += f", {format_bytes(m['disk'])} on disk" * bool(m["disk"])
+    all_, active = (f["parameters"][key] for key in ("all", "active"))
+    model = [f"model   {all_:,} parameters, {active:,} of them active per token"] if active != all_ else []
     remedy = [f"remedy  {m['remedy']}, with which it fits"] if m["remedy"] else []
     if f["refused"]:
         return (
@@ -263,6 +273,7 @@ def render(found: dict[str, Any]) -> str:
         (
             f"{f['config']} on {f['topology']}: {mesh}",
             f"memory  {verdict}: peak {peak} of {capacity} ({', '.join(kinds)}; planned {planned})",
+            *model,
             *remedy,
             "",
             *format_table(rows),

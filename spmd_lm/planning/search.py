@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spmd_lm.analysis.topology import Topology
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, ZERO_AXES, devices_along
+from spmd_lm.axes import BATCH_AXES, DATA, EXPERT, MODEL, PIPE, REPLICA, ZERO_AXES, devices_along
 from spmd_lm.config import layout_checks
 from spmd_lm.config.remat import Policy
 from spmd_lm.config.schema import Run, RunConfig
@@ -282,7 +282,7 @@ def candidates(
         "remat": remats[-1][-1],
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
-    for layout in layouts_of(devices):
+    for layout in layouts_of(devices, experts=math.gcd(*(moe.experts for moe in config.model.mixtures))):
         if target.topology.domain % layout["model"]:
             rejected["parallel.model spans hosts"] += number
             continue
@@ -301,11 +301,16 @@ def candidates(
                     yield [config.model_copy(update=update | {"remat": remat}) for remat in legal]
 
 
-def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA)) -> Iterator[dict[str, int]]:
-    """Factorizations of the number of devices into a degree for each axis."""
+def layouts_of(
+    devices: int, axes: Sequence[str] = (PIPE, MODEL, EXPERT, DATA, REPLICA), experts: int = 0
+) -> Iterator[dict[str, int]]:
+    """Factorizations of the number of devices into a degree for each axis; `expert` has those that divide `experts`,
+    or 1 if these are 0."""
     first, *others = axes
     for degree in divisors(devices) if others else (devices,):
-        for rest in layouts_of(devices // degree, others) if others else ({},):
+        if first == EXPERT and (experts % degree or (not experts and degree > 1)):
+            continue
+        for rest in layouts_of(devices // degree, others, experts) if others else ({},):
             yield {first: degree, **rest}
 
 
@@ -336,6 +341,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.shared_layers_are_on_one_stage: "stages of shared layers",
     layout_checks.stages_divide_layers: "stages and chunks do not divide the layers",
     layout_checks.pipelines_are_manual: "sharding types in a pipeline",
+    layout_checks.experts_are_manual: "sharding types with experts",
     layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",

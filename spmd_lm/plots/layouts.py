@@ -217,6 +217,8 @@ def draw_shards(name: str, dimensions: list[Dimension], holders: Callable[[Seque
     labels = zip(("panels", "down", "across"), drawn, strict=True)
     notes = [f"{label}: {dimensions[i].note}" for label, i in labels if i is not None]
     notes += [f"each shard has all of {d.name}, {d.size:,}" for i, d in enumerate(dimensions) if i not in chosen]
+    undrawn = [dimensions[i] for i in chosen if i not in drawn]
+    notes += [f"{d.note}; drawn are the shards of {d.name} {':'.join(map(str, d.bounds[0]))}" for d in undrawn]
     copies = len(holders([0] * len(dimensions)))
     notes.append("numbers: the devices that hold a shard" + (f", {copies} for each" if copies > 1 else ""))
     texts = [devices(i, j, k) for i, j, k in itertools.product(*(range(len(parts(d))) for d in drawn))]

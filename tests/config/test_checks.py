@@ -17,6 +17,7 @@ DYNAMIC, YARN = (
     f"model.rope_scaling.kind={kind} model.rope_scaling.factor=2 model.rope_scaling.original_context=9"
     for kind in ("dynamic", "yarn")
 )
+MOE = "model.mlp.kind=moe model.mlp.experts=8"
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 MASKED = "objective.kind=masked_lm model.kind=bert model.vocab=260"
 TASK = "model.kind=bert model.vocab=260 data.source=task data.path=a data.validation_path=b"
@@ -81,6 +82,64 @@ def problems(*overrides: str) -> list[str]:
             "model.mlp_width=100 parallel.model=8",
             "model.mlp_width=100 is not divisible by parallel.model=8 (MLP, dim 'mlp')",
             "parallel.model=2 or 4, or model.mlp_width=96 or 104",
+        ),
+        (
+            "parallel.expert=2",
+            "parallel.expert=2 with model.mlp.kind=dense: there are no experts to divide",
+            "parallel.expert=1, or model.mlp='{kind: moe, experts: 8}'",
+        ),
+        (
+            f"{MOE} parallel.expert=3",
+            "model.mlp.experts=8 is not divisible by parallel.expert=3",
+            "parallel.expert=2 or 4, or model.mlp.experts=6 or 9",
+        ),
+        (
+            f"{MOE} model.mlp.per_token=9",
+            "model.mlp.per_token=9 is more than model.mlp.experts=8",
+            "model.mlp.per_token=8",
+        ),
+        (
+            f"{MOE} model.mlp.group=24",
+            "model.context=64 is not divisible by model.mlp.group=24, the tokens that compete for experts",
+            "model.mlp.group=16 or 32, or model.context=48 or 72",
+        ),
+        (
+            f"{MOE} model.mlp.capacity=0.05",
+            "model.mlp.capacity=0.05 leaves an expert less than one of a group's 64 tokens, with model.mlp.experts=8 "
+            "and model.mlp.per_token=2",
+            "model.mlp.capacity=0.07 or more, or model.mlp.capacity=none",
+        ),
+        (
+            f"{MOE} adapter.kind=lora adapter.base=nf4",
+            "adapter.base=nf4 with model.mlp.kind=moe: stacks of experts, most of the model, have no codes",
+            "adapter.base=none",
+        ),
+        (
+            f"{MOE} model.mlp.shared_gate=true",
+            "model.mlp.shared_gate=true has no effect without model.mlp.shared, whose output it multiplies",
+            "model.mlp.shared_gate=false, or model.mlp.shared=256",
+        ),
+        (
+            f"{MOE} parallel.partitioner=types",
+            "parallel.partitioner=types with model.mlp.kind=moe: tokens go to slots of buffers, which sharding types "
+            "cannot describe",
+            "parallel.partitioner=auto",
+        ),
+        (
+            f"{MOE} model.mlp.width=100 parallel.model=8",
+            "model.mlp.width=100 is not divisible by parallel.model=8 (experts, dim 'mlp')",
+            "parallel.model=2 or 4, or model.mlp.width=96 or 104",
+        ),
+        (
+            f"{MOE} model.mlp.shared=100 parallel.model=8",
+            "model.mlp.shared=100 is not divisible by parallel.model=8 (shared MLP, dim 'mlp')",
+            "parallel.model=2 or 4, or model.mlp.shared=96 or 104",
+        ),
+        (
+            f"{MOE} parallel.expert=2 parallel.data=4 run.simulate_devices=8 train.batch=12",
+            "train.batch=12 in parallel.microbatches=1 gives 12 sequences, not divisible by parallel.replica=1 x "
+            "data=4 x parallel.expert=2",
+            "train.batch=8 or 16",
         ),
         (
             "model.rope_fraction=0.5",

@@ -67,6 +67,14 @@ def test_a_scaling_of_no_kind_is_told_with_an_example():
             "model.period[1].kv_heads=3 neither divides parallel.model=2 nor is divisible by it",
         ),
         (
+            ["model.period=[{kind: block, mlp: {kind: moe, experts: 4}}, block]", "parallel.expert=3"],
+            "model.period[0].mlp.experts=4 is not divisible by parallel.expert=3",
+        ),
+        (
+            ["model.period=[{kind: block, mlp: {kind: moe, experts: 4}}, {kind: block, mlp: {kind: moe, experts: 8}}]"],
+            "model.period has kinds with 4 and 8 experts: metrics have one table for all. Use the same number.",
+        ),
+        (
             [f"model.period=[{WINDOW}, block]", "model.layers=6", "parallel.pipe=2"],
             "model.layers=6 is not divisible by parallel.pipe=2 x the 2 layers of model.period: stages are alike. "
             "Use parallel.pipe=1 or 3, or model.layers=4 or 8.",

@@ -45,3 +45,10 @@ def test_products_are_in_parts_automatically_where_a_step_is_shorter_for_it(sett
     config = make_config(parallel={"collective_matmul": setting} | parallel)
     platform = "tpu" if kind.startswith("TPU") else "gpu"
     assert collective_matmul_branches(config, platform, kind, tokens) == expected
+
+
+@pytest.mark.parametrize(("kind", "platform"), [(H100, "gpu"), ("TPU v5", "tpu")])
+def test_products_of_experts_are_not_in_parts(kind, platform):
+    """Their rows are slots of buffers; attention's may still be."""
+    config = make_config(model={"mlp": {"kind": "moe", "experts": 4}}, parallel=IN_PARTS | {"collective_matmul": "on"})
+    assert collective_matmul_branches(config, platform, kind, PLENTY) == ("attention",)

@@ -45,6 +45,15 @@ def test_modules_of_ones_own_are_manual(monkeypatch):
     )
 
 
+def test_experts_are_manual(monkeypatch):
+    monkeypatch.setattr(partitioner, "table", lambda: ROWS)
+    dense, experts = (
+        make_config(model={"mlp": mlp}, parallel={"model": 2, "zero": 1})
+        for mlp in ({"kind": "dense"}, {"kind": "moe", "experts": 4})
+    )
+    assert [choose_partitioner(each, "tpu", False).partitioner for each in (dense, experts)] == ["types", "manual"]
+
+
 def test_the_table_has_one_row_for_each_layout():
     layouts = [tuple(row[key] for key in ("platform", "zero", "model", "sequence")) for row in table()]
     assert len(set(layouts)) == len(layouts)

@@ -96,6 +96,23 @@ def test_flops_of_layers_of_several_kinds():
         assert full - half == 2 * 2 * 2 * 16 * 32 * (16 - keys)  # 2 layers, scores and averages, 16 tokens, width 32
 
 
+MOE = {"kind": "moe", "experts": 8, "per_token": 2}
+
+
+@pytest.mark.parametrize("capacity", [0.3, 1.25, "none"])
+def test_of_experts_those_count_that_a_token_chooses(capacity):
+    """Two MLPs in place of one, 24 wide, with their router and a shared one, 40 wide, with its gate; whatever the
+    slots, 2 to 16 of 16."""
+    own = {"width": 24, "capacity": capacity, "shared": 40, "shared_gate": True}
+    keys = {"activation": "swiglu", "use_bias": False}
+    dense, experts = make_config(model=keys | {"mlp_width": 24}), make_config(model=keys | {"mlp": MOE | own})
+    more = 3 * 32 * (24 + 40) + 32 * (8 + 1)  # multiply-adds of a token in a layer
+    assert forward_per_sequence(experts) == forward_per_sequence(dense) + 2 * 2 * 16 * more
+    plans = (abstract_plan(each, 1, "cpu", "cpu") for each in (dense, experts))
+    steps = [train_step(each, plan) for each, plan in zip((dense, experts), plans, strict=True)]
+    assert steps[1] == steps[0] + 3 * 16 * 2 * 2 * 16 * more
+
+
 @pytest.mark.parametrize(
     "freeze", ["embedding.* blocks.*", "embedding.tokens *.mlp.*", "head.output_bias *.attention.key"]
 )

@@ -11,10 +11,10 @@ from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import GPUS, TPUS
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.cost_model.hardware import GIB, Latency, Products, find_hardware
+from spmd_lm.cost_model.hardware import GIB, Latency, Links, Products, find_hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.step_time import OURS, SIMULATED, predict_step
-from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE
 from spmd_lm.parallel.groups import offloaded_parameters
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.resolve import abstract_plan
@@ -296,3 +296,22 @@ def test_the_table_and_the_compilers_agree_on_hardware():
     assert kinds.keys() == TPUS.keys()
     sizes = {kind: find_hardware(name).memory.size / GIB for kind, name in kinds.items()}
     assert sizes == {"v4": 32, "v5p": 95, "v5e": 16, "v6e": 32, "7x": 96}
+
+
+@pytest.mark.parametrize(
+    ("closes_at", "network", "devices", "domains", "seconds"),
+    [
+        (0, None, 4, 1, 3 / 4),  # behind a switch, at 1 byte per second: what goes to others
+        (4, None, 2, 1, 1 / 2),  # between neighbours
+        (9, None, 4, 1, 4 / 4),  # a line: two devices send each of two others a quarter, over one link
+        (4, None, 4, 1, 4 / 8),  # a ring: half of that
+        (4, None, 8, 1, 8 / 8),
+        (0, 0.5, 16, 2, 8 / 16 / 0.5),  # each device sends half to the other host, over its own adapter
+        (0, 0.5, 4, 4, 3 / 4 / 0.5),
+    ],
+)
+def test_an_all_to_all_takes_as_long_as_its_fullest_link(closes_at, network, devices, domains, seconds):
+    """Of a buffer of one byte."""
+    links = Links(1.0, closes_at, network, Latency(0.0, 0.0, 0.0))
+    sent = (devices - 1) / devices
+    assert sent / links.bandwidth(ALL_TO_ALL, devices, domains) == pytest.approx(seconds)

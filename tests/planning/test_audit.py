@@ -15,7 +15,8 @@ from spmd_lm.analysis import topology
 from spmd_lm.analysis.compiled_collectives import CompiledCollective
 from spmd_lm.config.load import load
 from spmd_lm.cost_model import memory
-from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.cost_model.counted_step import ExpectedCollective
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.models import language_model

@@ -48,6 +48,19 @@ def key(config) -> tuple:
     return (*layout, p.reduce_once, config.remat.policy)
 
 
+def test_experts_have_an_axis_of_degrees_that_divide_them():
+    target = make_target(parse_topology("h100:1x8"))
+
+    def degrees(**model) -> set[int]:
+        config = gpt(width=64, layers=4, batch=8)
+        config = config.model_copy(update={"model": make_config(model=config.model.model_dump() | model).model})
+        listed = [each for variants in candidates(config, target, Counter()) for each in variants]
+        return {each.parallel.expert for each in listed}
+
+    assert degrees() == {1}
+    assert degrees(mlp={"kind": "moe", "experts": 12}) == {1, 2, 4}
+
+
 def test_candidates_are_those_that_the_checks_allow():
     """Of all combinations, without those that change nothing."""
     config, target = gpt(width=64, layers=4, batch=8), make_target(parse_topology("h100:1x8"))
