@@ -13,11 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
-from spmd_lm.models.context import AttentionCore as AttentionCore
 from spmd_lm.models.context import BlockContext, LossDict
 from spmd_lm.models.experts import MixtureOfExperts
 from spmd_lm.models.layers import INIT_STD, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
-from spmd_lm.models.mlp import ACTIVATIONS as ACTIVATIONS
 from spmd_lm.models.mlp import MLP
 from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import LocalKVHeads, residual_stream, row_positions

@@ -21,7 +21,8 @@ from tests.planning.test_audit import compilable
 TWICE = """
 from flax import nnx
 from spmd_lm.models.layers import Norm
-from spmd_lm.models.transformer import MLP, Attention
+from spmd_lm.models.mlp import MLP
+from spmd_lm.models.transformer import Attention
 from spmd_lm.ops.collectives import residual_stream
 
 
