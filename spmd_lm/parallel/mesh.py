@@ -213,15 +213,26 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
 
 
 def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
-    """Candidates, best first: with `data` as two axes where it is longer than any dimension of the torus, with `model`
-    as two where it is all of a slice, because over one axis its reduce-scatter compiles to an all-reduce."""
+    """Candidates, best first: with `data` and `expert` as two axes where they are longer than any dimension of the
+    torus, with `model` as two where it is all of a slice, because over one axis its reduce-scatter compiles to an
+    all-reduce."""
     coords = np.array([d.coords for d in devices])
     torus = {int(n) for n in coords.max(0) - coords.min(0) + 1}
     flat = _axis_sizes(layout)
     if layout.model == len(devices) // slices:
         return [*(_axis_sizes(layout, model=pair) for pair in _pairs(layout.model, torus)), flat]
-    split = [_axis_sizes(layout, data=pair) for pair in _pairs(layout.data, torus)]
-    return [flat, *split] if layout.data <= max(torus) else [*split, flat]
+    of_data, of_experts = _lengths(layout.data, torus), _lengths(layout.expert, torus)
+    if layout.expert == 1:
+        return [_axis_sizes(layout, data=data) for data in of_data]
+    both = itertools.product(of_data, of_experts)
+    return [_axis_sizes(layout, data=data, expert=experts) for data, experts in both]
+
+
+def _lengths(size: int, torus: set[int]) -> list[tuple[int, ...]]:
+    """Lengths of the mesh axes that may make up an axis of `size`, best first: one, or two where it is longer than any
+    dimension of the torus."""
+    one: list[tuple[int, ...]] = [(size,)]
+    return [*one, *_pairs(size, torus)] if size <= max(torus) else [*_pairs(size, torus), *one]
 
 
 def _pairs(size: int, torus: set[int]) -> list[tuple[int, int]]:

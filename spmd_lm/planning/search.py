@@ -341,6 +341,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.shared_layers_are_on_one_stage: "stages of shared layers",
     layout_checks.stages_divide_layers: "stages and chunks do not divide the layers",
     layout_checks.pipelines_are_manual: "sharding types in a pipeline",
+    layout_checks.experts_are_divisible: "parallel.expert does not divide the experts",
     layout_checks.experts_are_manual: "sharding types with experts",
     layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",

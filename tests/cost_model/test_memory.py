@@ -42,6 +42,15 @@ def test_state_is_what_the_compiled_step_takes_as_arguments(run, x64):
     assert table(p.config)["parameters"] == shard_bytes(p.init().params)
 
 
+def test_experts_are_held_by_their_devices_alone(x64):
+    """And over `data` by ZeRO; the rest over both."""
+    moe = {"mlp": {"kind": "moe", "experts": 4}}
+    config = make_config(model=moe, parallel={"data": 2, "expert": 2, "zero": 3})
+    p = program(config)
+    taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
+    assert sum(memory.state(config, p.plan).values()) == taken - 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_step_takes_no_masters_or_moments_of_what_is_offloaded(zero):
