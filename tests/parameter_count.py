@@ -27,7 +27,7 @@ def expert_matrices(config: RunConfig) -> int:
 
 def _mixtures(m: Model) -> list[tuple[Model, MoE, int]]:
     """Kinds of layers with experts, and how many layers are of each."""
-    kinds = [(each, each.experts, m.layers_like(place)) for place, each in enumerate(m.of_each_kind)]
+    kinds = [(each, each.moe, m.layers_like(place)) for place, each in enumerate(m.of_each_kind)]
     return [(each, moe, layers) for each, moe, layers in kinds if moe]
 
 
@@ -46,7 +46,7 @@ def _block(m: Model) -> int:
     qkv = m.query_width + 2 * m.kv_width
     attention = m.width * (qkv + m.query_width) + m.has_bias("qkv") * qkv + m.has_bias("out") * m.width
     norms = (4 if m.norm == "sandwich" else 2) * _norm(m) + 2 * m.head_dim * m.qk_norm
-    if not (moe := m.experts):
+    if not (moe := m.moe):
         return attention + norms + _mlp(m, m.mlp_dim)
     router = m.width * (moe.experts + moe.shared_gate)
     shared = _mlp(m, moe.shared) if moe.shared else 0

@@ -116,7 +116,7 @@ def settings_have_an_effect(model: Model, objective: Objective) -> Problems:
 @layout_checks.for_each_kind
 def routers_can_choose(model: Model) -> Problems:
     """Requires experts enough for a token's choices, groups that divide a row, and room for a choice in each expert."""
-    if (moe := model.experts) is None:
+    if (moe := model.moe) is None:
         return
     experts, per_token = f"model.mlp.experts={moe.experts}", f"model.mlp.per_token={moe.per_token}"
     if moe.per_token > moe.experts:
@@ -403,7 +403,7 @@ MAX_ELEMENTS = 2**60  # per array: XLA counts its bytes in 63 bits
 
 @layout_checks.for_each_kind
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
-    m, rows, moe = model, train.batch * model.context, model.experts
+    m, rows, moe = model, train.batch * model.context, model.moe
     stacked = moe.experts * (moe.width or m.mlp_dim) if moe else 0
     arrays = {
         f"{m.layers=} x {m.width=} x mlp_width={m.mlp_dim}": m.layers * m.width * m.mlp_dim,

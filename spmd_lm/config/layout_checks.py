@@ -52,7 +52,7 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Probl
 
 def _mlp_widths(model: Model) -> list[tuple[str, str, int]]:
     """(setting, what it is the hidden width of, width) of a layer's MLPs."""
-    moe, of_mlp = model.experts, f"model.mlp_width={model.mlp_dim}"
+    moe, of_mlp = model.moe, f"model.mlp_width={model.mlp_dim}"
     if moe is None:
         return [(of_mlp, "MLP", model.mlp_dim)]
     widths = [(f"model.mlp.width={moe.width}", "experts", moe.width)] if moe.width else []
@@ -131,7 +131,7 @@ def experts_are_divisible(model: Model, parallel: Parallel) -> Problems:
 
 @for_each_kind
 def _divided_experts(model: Model, parallel: Parallel) -> Problems:
-    if (moe := model.experts) and moe.experts % parallel.expert:
+    if (moe := model.moe) and moe.experts % parallel.expert:
         chosen, degree = f"model.mlp.experts={moe.experts}", f"{parallel.expert=}"
         ways = nearest(degree, divisors(moe.experts)), nearest_multiple(chosen, parallel.expert)
         yield use(f"{chosen} is not divisible by {degree}", *ways)

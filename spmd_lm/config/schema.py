@@ -95,14 +95,14 @@ class Model(Section):
         return self.mlp_width or 4 * self.width
 
     @property
-    def experts(self) -> MoE | None:
+    def moe(self) -> MoE | None:
         """The mixture of experts, for models with one kind of layer; None for a dense MLP."""
         return self.mlp if isinstance(self.mlp, MoE) else None
 
     @property
     def mixtures(self) -> tuple[MoE, ...]:
         """Those of all kinds of layers."""
-        return tuple(each.experts for each in self.of_each_kind if each.experts)
+        return tuple(each.moe for each in self.of_each_kind if each.moe)
 
     @property
     def head_dim(self) -> int:

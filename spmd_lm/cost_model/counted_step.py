@@ -135,7 +135,7 @@ class Step:
         self.unrolled = 1.0 if not plan.scan or (plan.prefetch and layers // period == 2) else outside / layers
         self.model_axes = plan.active_axes(MODEL)
         kinds = zip(shares_of_kinds(config), config.model.of_each_kind, strict=True)
-        with_experts = [LayersWithExperts(share, like, like.experts) for share, like in kinds if like.experts]
+        with_experts = [LayersWithExperts(share, like, like.moe) for share, like in kinds if like.moe]
         self.experts = () if has_own_block(config) else tuple(with_experts)
         self.recomputes_layer = config.remat.policy in ("full", "offload", "residual", "block")
 

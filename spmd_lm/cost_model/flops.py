@@ -53,8 +53,8 @@ def _layers(config: RunConfig, plan: Plan | None) -> tuple[float, float]:
 
 def _of_products(traced: Pass, m: Model) -> float:
     """FLOPs of matmuls; of experts' those of the tokens that choose them, whatever the capacity."""
-    group = m.experts.group or m.context if m.experts else 1
-    slots_in_use = m.experts.per_token * group / (m.experts.experts * m.experts.slots(group)) if m.experts else 1
+    group = m.moe.group or m.context if m.moe else 1
+    slots_in_use = m.moe.per_token * group / (m.moe.experts * m.moe.slots(group)) if m.moe else 1
     return sum(each.times * each.product.flops * (slots_in_use if each.of_experts else 1.0) for each in traced.products)
 
 

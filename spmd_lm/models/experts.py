@@ -65,7 +65,7 @@ class MixtureOfExperts(nnx.Module):
     """A router, the experts from which it chooses, and an MLP that all tokens share, if there is one."""
 
     def __init__(self, init: ParamInit, out_std: float):
-        c, moe = init.c, init.c.experts
+        c, moe = init.c, init.c.moe
         assert moe
         self.router = init.router(moe.experts)
         self.experts = Experts(init, moe.experts, moe.width or c.mlp_dim, out_std)

@@ -121,7 +121,7 @@ class Block(nnx.Module):
         out_std = INIT_STD / math.sqrt(2 * c.layers)
         self.norm1, self.attention = Norm(init), Attention(init, out_std)
         self.norm2 = Norm(init)
-        self.mlp = MixtureOfExperts(init, out_std) if c.experts else MLP(init, out_std)
+        self.mlp = MixtureOfExperts(init, out_std) if c.moe else MLP(init, out_std)
         self.post_norm1 = Norm(init) if c.norm == "sandwich" else None
         self.post_norm2 = Norm(init) if c.norm == "sandwich" else None
         self.dropout, self.post_norm, self.parallel = c.dropout, c.norm == "post", c.parallel_branches

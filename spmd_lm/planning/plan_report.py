@@ -110,7 +110,7 @@ def active_count(config: RunConfig, plan: Plan) -> int:
     for each in plan.parameters:
         if EXPERTS in each.names:
             place, _ = layer_path(each.path)
-            moe = config.model.of_each_kind[place].experts
+            moe = config.model.of_each_kind[place].moe
             assert moe
             idle += leaves[".".join(each.path)].size * (moe.experts - moe.per_token) // moe.experts
     return parameter_count(plan) - idle
@@ -121,7 +121,7 @@ def _describe_experts(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     used if all are, and bytes of a layer's buffers on a device."""
     described = []
     for model in dict.fromkeys(config.model.of_each_kind):
-        if moe := model.experts:
+        if moe := model.moe:
             group = moe.group or model.context
             slots = moe.slots(group)
             of_a_device = tokens_per_device(config, plan.layout) // group * moe.experts * slots

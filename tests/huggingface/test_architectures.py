@@ -95,7 +95,7 @@ def of_layer(m: Model) -> dict[str, tuple[int, ...]]:
     matrices = {"attention.query": (queries, "qkv"), "attention.key": (keys, "qkv"), "attention.value": (keys, "qkv")}
     matrices |= {"attention.out": (queries, "out")}
     found = {}
-    if moe := m.experts:
+    if moe := m.moe:
         matrices |= {f"mlp.shared.{name}": (moe.shared, "mlp") for name in ("up", "down", "gate") if moe.shared}
         found |= {f"mlp.experts.{name}": (moe.experts, m.width, moe.width) for name in ("up", "down", "gate")}
         found |= {"mlp.router": (m.width, moe.experts)} | ({"mlp.shared_gate": (m.width,)} if moe.shared_gate else {})

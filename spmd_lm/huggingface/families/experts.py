@@ -69,10 +69,10 @@ def mixture(*keys: ConfigKey, other_name: str = "", **fixed: bool) -> ConfigKeys
         return {"mlp": moe}
 
     def write(model: Model) -> dict[str, Any]:
-        found = next((each for each in model.of_each_kind if each.experts), None)
-        if found is None or found.experts is None:
+        found = next((each for each in model.of_each_kind if each.moe), None)
+        if found is None or found.moe is None:
             return {}
-        values = found.experts.model_dump() | {"width": found.experts.width or found.mlp_dim}
+        values = found.moe.model_dump() | {"width": found.moe.width or found.mlp_dim}
         return {key.hf_key: values[key.model_key] for key in keys}
 
     names = {"output_router_logits", other_name, *(key.hf_key for key in keys)} - {""}
@@ -108,7 +108,7 @@ def _as_dense(kind: Any, dense: bool) -> Any:
 
 
 def _write_dense(model: Model) -> dict[str, Any]:
-    has_experts = [bool(each.experts) for each in model.of_each_kind]
+    has_experts = [bool(each.moe) for each in model.of_each_kind]
     dense = [layer for layer in range(model.layers) if not has_experts[layer % len(has_experts)]]
     return {_STEP.hf_key: 1, _LISTED: dense}
 
