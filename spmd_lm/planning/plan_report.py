@@ -108,10 +108,8 @@ def active_count(config: RunConfig, plan: Plan) -> int:
     """Number of the parameters that a token uses: of experts, those of the ones that it chooses."""
     leaves, idle = leaves_by_path(plan.shapes), 0
     for each in plan.parameters:
-        if EXPERTS in each.names:
-            place, _ = layer_path(each.path)
-            moe = config.model.of_each_kind[place].moe
-            assert moe
+        place, _ = layer_path(each.path)
+        if EXPERTS in each.names and (moe := config.model.of_each_kind[place].moe):
             idle += leaves[".".join(each.path)].size * (moe.experts - moe.per_token) // moe.experts
     return parameter_count(plan) - idle
 
