@@ -261,7 +261,7 @@ def test_rules_that_shards_cannot_compute_are_refused(tmp_path, name, reason):
 
 
 BROKEN = {
-    "no rule": ('init.matrix(8, "experts")', LayoutError, "no rule places the dimension 'experts'.*rules"),
+    "no rule": ('init.matrix(8, "choices")', LayoutError, "no rule places the dimension 'choices'.*rules"),
     "no names": ("nnx.Param(init.vector(1, 8, 'mlp')[...])", ConfigError, "dimension names None"),
     "too few names": ("nnx.Param(init.matrix(8, 'mlp')[...], out_sharding=('width',))", ConfigError, "Name each"),
     "another width": ("nnx.Param(init.matrix(8, 'mlp')[...][:8], out_sharding=('width', 'mlp'))", LayoutError, "sizes"),
