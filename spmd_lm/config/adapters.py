@@ -58,6 +58,7 @@ HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.gate": ("mlp.gate_proj", "mlp.gate_up_proj"),
         "mlp.up": ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h", "mlp.gate_up_proj"),
         "mlp.down": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h"),
+        **{f"mlp.shared.{name}": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
     },
     "bert": {
         "attention.query": ("attention.self.query",),
