@@ -74,7 +74,7 @@ def interleave(x: AnyArray, dim: int, first: int, second: int) -> AnyArray:
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: its dimensions'.  sharded_names: those
     under ZeRO, between steps.  shape: padded.  elements, gathered_elements: number on one device between steps, and
-    gathered over `data`.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between
+    gathered by ZeRO.  trained: whether any layer of it is; else it has no gradient and no moments.  dtype: between
     steps.  coded: whether it is an array of a quantized matrix, which is used in its own dtype."""
 
     path: tuple[str, ...]
@@ -211,7 +211,7 @@ class Plan:
 
     @remembered
     def elements_per_device(self, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """Elements on a device of (trained) parameters below `path`, as ZeRO shards them or gathered over `data`."""
+        """Elements on a device of (trained) parameters below `path`, as ZeRO shards them or gathered."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum([each.gathered_elements if gathered else each.elements for each in below])

@@ -1,4 +1,4 @@
-"""ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over `data`.
+"""ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over `data`, and `expert`.
 
 One dimension of every matrix, `width`, is sharded between steps.  `gather` unshards weights, in the compute dtype;
 `scatter` sums gradients onto the shards that own them.  `ZeroPolicy` says how often a step does each.  Vectors stay
@@ -28,7 +28,7 @@ ZeroAxes = Callable[[DimNames], tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPolicy:
-    """Frequencies at which a step gathers weights over `data` and scatters their gradients.
+    """Frequencies at which a step gathers weights over ZERO_AXES and scatters their gradients.
 
         stage   gather   scatter  of layers
         0       never    never    nothing is sharded; gradients are all-reduced once per step

@@ -42,6 +42,7 @@ def test_state_is_what_the_compiled_step_takes_as_arguments(run, x64):
     assert table(p.config)["parameters"] == shard_bytes(p.init().params)
 
 
+@pytest.mark.slow
 def test_experts_are_held_by_their_devices_alone(x64):
     """And over `data` by ZeRO; the rest over both."""
     moe = {"mlp": {"kind": "moe", "experts": 4}}

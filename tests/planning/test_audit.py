@@ -212,15 +212,16 @@ def test_each_zero_stage_sends_its_collectives_over_data(name, parallel):
 
 
 TYPED = [
-    pytest.param("cpu:8", "none", {"zero": 3, "sequence": True, "microbatches": 2}, {}, marks=slow),
+    ("cpu:8", "none", {"zero": 3, "sequence": True, "microbatches": 2}, {}),
     ("v5p:4x4x4", "full", {"zero": 1, "sequence": True}, {}),
-    pytest.param("v5p:4x4x4", "none", {}, {}, marks=slow),
-    pytest.param("v5p:4x4x4", "selective", {"zero": 3, "replica": 2, "microbatches": 2}, ORIGINAL_BERT, marks=slow),
-    pytest.param("h100:2x8", "none", {"sequence": True}, {}, marks=slow),
-    pytest.param("h100:2x8", "residual", {"zero": 2, "microbatches": 2}, {}, marks=slow),
+    ("v5p:4x4x4", "none", {}, {}),
+    ("v5p:4x4x4", "selective", {"zero": 3, "replica": 2, "microbatches": 2}, ORIGINAL_BERT),
+    ("h100:2x8", "none", {"sequence": True}, {}),
+    ("h100:2x8", "residual", {"zero": 2, "microbatches": 2}, {}),
 ]
 
 
+@slow
 @pytest.mark.parametrize(("name", "remat", "parallel", "model"), TYPED, ids=str)
 def test_xla_inserts_what_theory_expects(name, remat, parallel, model):
     result = audited(name, remat, model_keys=model, partitioner="types", **parallel)

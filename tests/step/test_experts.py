@@ -86,6 +86,7 @@ def assert_same_run(got: Outcome, want: Outcome) -> None:
     assert_states_close(got.last, want.last, 1e-11)
 
 
+@pytest.mark.slow
 def test_evaluation_and_generation_drop_nothing():
     """Whatever the capacity of the training step."""
     config = config_of({"data": 1, "expert": 2, "model": 2, "zero": 1}, {"capacity": 0.5, "shared": 24})
@@ -124,9 +125,12 @@ def gates_are_not_summed(patch):
 
 def groups_are_a_device_s(patch):
     make = experts.make_routes
-    patch.setattr(
-        experts, "make_routes", lambda chosen, n, group, c: make(chosen, n, len(chosen), c * len(chosen) // group)
-    )
+
+    def of_all(chosen, number, group, capacity):
+        routes = make(chosen, number, len(chosen), capacity * len(chosen) // group)
+        return routes._replace(counts=make(chosen, number, group, capacity).counts)
+
+    patch.setattr(experts, "make_routes", of_all)
 
 
 def losses_are_counted_per_shard(patch):

@@ -46,6 +46,7 @@ def parallel(**keys):
 CASES = [
     case(
         "zero3",
+        slow,
         watcher,
         parallel=parallel(data=4, model=2, sequence=True, zero=3),
         precision=MIXED,

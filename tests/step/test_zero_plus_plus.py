@@ -101,6 +101,7 @@ def test_frozen_matrices_are_rounded_and_coded_ones_sent_as_they_are(name):
     assert sent["missing_bytes"] + sent["excess_bytes"] <= 2048, render(sent)
 
 
+@slow
 def test_weights_are_rounded_and_only_as_much():
     rounded, exact = trained(int8(LAYOUTS["padded"])), trained(run({"data": 2}))
     difference = np.abs(rounded.losses / exact.losses - 1)
@@ -259,7 +260,8 @@ def test_codes_of_gradients_are_sent_as_theory_expects(name, codes):
     assert {row["dtype"] for row in over_data} == {"s8" if codes == "int8" else "u8", "f32"}
 
 
-@pytest.mark.parametrize("name", ["copies", *(pytest.param(each, marks=slow) for each in ("padded", "tensor", "1f1b"))])
+@slow
+@pytest.mark.parametrize("name", ["copies", "padded", "tensor", "1f1b"])
 def test_the_three_together_leave_replicas_equal_and_draw_the_same_again(name):
     """A skipped step changes nothing, and a resumed run continues as if it had not ended.  Without sequence parallelism
     devices along `model` have copies of what it does not divide."""

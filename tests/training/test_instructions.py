@@ -47,6 +47,7 @@ def make_config(files: Path, directory: str, **train) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+@pytest.mark.slow
 def test_a_run_on_conversations(files, capfd):
     directory = files / "run"
     assert train(make_config(files, "run")) == Exit.DONE
