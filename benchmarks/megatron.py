@@ -20,7 +20,7 @@ from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.step_time import Compute, StepTime, combine
-from spmd_lm.ops.attention import unmasked_scores
+from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 

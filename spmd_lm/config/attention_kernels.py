@@ -1,7 +1,8 @@
 """The attention kernels: what each one supports, and which one a run uses.
 
-Configuration checks and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
-on TPU where they support the model, and XLA elsewhere."""
+Configuration checks and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash on TPU
+where they support the model, elsewhere the chunked kernel, which supports all and holds no row's scores; short rows on
+a CPU take the dense one, `xla`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,13 +75,13 @@ def obstacles(
         yield Obstacle(f"precision.compute={compute}", reason, f"precision.compute={kernel.dtypes[0]}")
     if model.attention_softcap and not kernel.soft_caps:
         reason = f"{kernel.name} has no soft caps"
-        yield Obstacle(f"{model.attention_softcap=}", reason, "model.attention=xla")
+        yield Obstacle(f"{model.attention_softcap=}", reason, "model.attention=chunked")
     if (model.head_width or model.width % model.heads == 0) and not kernel.supports_head_width(model.head_dim):
         supported = f"multiples of {kernel.head_multiple} up to {kernel.max_head_width}"
         reason = f"heads are {model.head_dim} wide, and {kernel.name} takes {supported}"
         heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
         if model.head_width:
-            yield Obstacle(f"{model.head_width=}", reason, "model.attention=xla")
+            yield Obstacle(f"{model.head_width=}", reason, "model.attention=chunked")
         else:
             yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if packs and model.causal and not kernel.packs_causal:
@@ -90,6 +91,11 @@ def obstacles(
     if model.context % kernel.context_multiple:
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
         yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", kernel.context_multiple))
+
+
+DENSE_ON_CPU = 256
+"""Tokens of a row up to which a CPU takes the dense kernel.  There the chunked one takes as long, at 512 tokens 0.75
+and at 1,024 0.64 of its time (`python benchmarks/attention.py`)."""
 
 
 class KernelChoice(NamedTuple):
@@ -104,9 +110,13 @@ def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> Ke
     asked = config.model.attention
     name: str = asked
     if asked == "auto":
-        name = next((name for name, kernel in FUSED_KERNELS.items() if kernel.platform == platform), "xla")
-    if name == "xla":
-        return KernelChoice(name, "as configured" if asked == "xla" else f"no fused kernel for {platform}")
+        name = next((name for name, kernel in FUSED_KERNELS.items() if kernel.platform == platform), "")
+    if name not in FUSED_KERNELS:
+        if asked != "auto":
+            return KernelChoice(asked, "as configured")
+        if platform == "cpu" and config.model.context <= DENSE_ON_CPU:
+            return KernelChoice("xla", f"rows of at most {DENSE_ON_CPU} tokens on a CPU")
+        return KernelChoice("chunked", f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
     packs, deterministic = packs_documents(config.data), config.run.deterministic
     found = obstacles(kernel, config.model, config.precision.compute, packs=packs, deterministic=deterministic)
@@ -114,9 +124,9 @@ def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> Ke
     if device_kind.lower().startswith(kernel.not_on):
         problems.insert(0, f"{kernel.name}'s attention does not run on a {device_kind}")
     if asked == "auto":
-        return KernelChoice("xla", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")
+        return KernelChoice("chunked", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")
     if kernel.platform != platform:
         problems.insert(0, f"{kernel.name} does not run on {platform}")
     if problems:
-        raise ConfigError(f"model.attention={asked}: {'; '.join(problems)}. Use model.attention=auto or xla.")
+        raise ConfigError(f"model.attention={asked}: {'; '.join(problems)}. Use model.attention=auto or chunked.")
     return KernelChoice(asked, "as configured")

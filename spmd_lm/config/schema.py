@@ -64,7 +64,7 @@ class Model(Section):
     kv_heads: Count | None = None  # key/value heads, one for heads / kv_heads queries (grouped-query); default: heads
     token_types: CountOrZero = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
     dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
-    attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
+    attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 excludes cudnn and splash
     # norms before the residual branch, after the sum (original BERT), or before and after the branch (Gemma 2)
     norm: Literal["pre", "post", "sandwich"] = "pre"
     norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + the stored values
@@ -86,7 +86,8 @@ class Model(Section):
     period: LayerKinds | None = None
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: Literal["auto"] | bool = "auto"  # loop over layers with lax.scan; auto: unroll on GPUs if it pays
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # kernel; auto: the fastest that fits
+    # Kernel; xla: all scores of a row, chunked: in blocks, on any platform; auto: the fastest that fits.
+    attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     # user-defined block, head or all modules: path.py:Name, relative to this file; docs/own-model.md
     module: OwnModule | None = None
 

@@ -7,7 +7,7 @@ from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.layer_trace import Pass, trace_layers
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
-from spmd_lm.ops.attention import unmasked_scores
+from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 

@@ -9,7 +9,7 @@ import jax
 
 from spmd_lm.batch import Batch
 from spmd_lm.models.layers import BlockLinears
-from spmd_lm.ops.attention import AttentionSpec
+from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.dropout import DropoutKey
 
 LossDict = dict[str, jax.Array]  # losses by name, and STATISTICS

@@ -27,7 +27,8 @@ from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import COLLECTIVE_MATMUL, BlockLinears, Linears, ParamInit
 from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
 from spmd_lm.models.transformer import RESIDUAL
-from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
+from spmd_lm.ops.attention import KVCache, attention, attention_with_cache
+from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey

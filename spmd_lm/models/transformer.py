@@ -17,7 +17,7 @@ from spmd_lm.models.context import BlockContext, LossDict
 from spmd_lm.models.experts import MixtureOfExperts
 from spmd_lm.models.layers import INIT_STD, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
 from spmd_lm.models.mlp import MLP
-from spmd_lm.ops.attention import AttentionSpec
+from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.collectives import LocalKVHeads, residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup

@@ -23,7 +23,7 @@ from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.errors import CompilerError, ConfigError
-from spmd_lm.ops.attention import unmasked_scores
+from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan

@@ -13,7 +13,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.dataflow import PRODUCTS, Dataflow, equations
 from spmd_lm.cost_model.layer_trace import trace_layer, trace_layers
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.attention import query_blocks
+from spmd_lm.ops.dense_attention import query_blocks
 from spmd_lm.resolve import abstract_plan
 from spmd_lm.step.program import Program
 from tests.config.test_shipped import CONFIGS, SHIPPED, name_of
