@@ -95,6 +95,9 @@ def abstract_plan(
     enable_float64(config)
     model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
     require_whole_blocks(model, layout.model)
+    if layout.context > 1 and model.modules.own:
+        own = "modules of one's own see some tokens of a row, and nothing checks that they need no others"
+        raise LayoutError(f"parallel.context={layout.context}: {own}. Use parallel.context=1.")
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Primitive
 
-from spmd_lm.active_rules import num_shards
-from spmd_lm.ops.collectives import global_indices, row_positions
+from spmd_lm.active_rules import active_axes, num_shards
+from spmd_lm.axes import TIME
+from spmd_lm.ops.collectives import global_indices, local_slice
+from spmd_lm.ops.context import heads_to_time, is_ring, repeat_heads, time_to_heads
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.rotary import Rotary
 from spmd_lm.ops.softcap import softcap
@@ -67,7 +69,8 @@ def unmasked_scores(time: int, causal: bool, span: int | None) -> float:
 def _xla(q, k, v, segment_ids, spec: "AttentionSpec", drop: Dropout) -> Array:
     out, time, causal, span = [], q.shape[1], spec.causal, spec.span
     for queries, keys in query_blocks(time, causal, span):
-        row, column = row_positions(time, part=queries)[:, None], row_positions(time, part=keys)
+        row, column = (jnp.arange(*part.indices(time)[:2], dtype=jnp.int32) for part in (queries, keys))
+        row = row[:, None]
         masks = [(column <= row)[None, None]] if causal else []
         if span and span < time:
             masks.append((abs(row - column) < span)[None, None])
@@ -184,13 +187,30 @@ def attention(
     key: DropoutKey | None = None,
 ) -> Array:
     """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
-    embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
+    embeddings.  segment_ids: int32 [B, whole row]; tokens attend within their segment.  key: None for no dropout.
+
+    Where `time` is sharded, q, k and v are of this device's tokens, and kernels get whole rows of some of its heads."""
+    shape = q.shape
+    q, k, v = spec.split_heads(q, k, v, positions)
+    lanes = global_indices("heads", spec.heads // num_shards("heads"))
+    if is_ring():
+        words = key.words(SITE, lanes) if key is not None and spec.dropout else None
+        return ring_attention(q, k, v, segment_ids, spec, words).reshape(shape)
+    if active_axes(TIME):
+        q, k, v = (time_to_heads(x, TIME) for x in (q, repeat_heads(k), repeat_heads(v)))
+        lanes = local_slice(lanes, TIME, 0)
     drop: Dropout = None
     if key is not None and spec.dropout:
-        w0, w1 = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
+        w0, w1 = key.words(SITE, lanes)
         drop = functools.partial(dropout, rate=spec.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
-    heads = spec.split_heads(q, k, v, positions)
-    return KERNELS[spec.kernel](*heads, segment_ids, spec, drop).reshape(q.shape)
+    out = KERNELS[spec.kernel](q, k, v, segment_ids, spec, drop)
+    return (heads_to_time(out, TIME) if active_axes(TIME) else out).reshape(shape)
+
+
+def ring_attention(q: Array, k: Array, v: Array, segment_ids: Array | None, spec: AttentionSpec, words) -> Array:
+    """q: [B, T, H, K] and k, v: [B, T, G, K] of this device's tokens of a row -> as q.  segment_ids: int32 [B, whole
+    row], in order.  words: keys of dropout, [B, H] each, or None."""
+    raise NotImplementedError("parallel.context_attention=ring")
 
 
 KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
