@@ -32,7 +32,7 @@ def too_few_heads(model: Model, parallel: Parallel) -> str:
     """Why devices along `context` cannot have as many query heads each, in a layer of a model of one kind; or ''."""
     of_device = f"{model.heads=}" + f" over {parallel.model=}" * (parallel.model > 1)
     return (
-        f"{of_device} are not divisible by {parallel.context=}"
+        f"{of_device} is not divisible by {parallel.context=}"
         if model.heads // parallel.model % parallel.context
         else ""
     )

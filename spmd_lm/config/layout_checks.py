@@ -144,18 +144,20 @@ def experts_are_manual(model: Model, parallel: Parallel) -> Problems:
         yield use(f"{parallel.partitioner=!s} with model.mlp.kind=moe: {reason}", "parallel.partitioner=auto")
 
 
-def context_divides_rows(model: Model, parallel: Parallel) -> Problems:
+def context_divides_rows(model: Model, parallel: Parallel, run: Run) -> Problems:
     """Requires two equal chunks of a row for each device along `context`, and of a device's tokens equal shards."""
     if (degree := parallel.context) == 1:
         return
-    parts = degree * (math.lcm(2, parallel.model) if parallel.sequence else 2)
-    if model.context % parts:
-        shards = f" x the {parallel.model} shards of parallel.sequence=true" * (
-            parallel.sequence and parts > 2 * degree
-        )
-        fits = [n for n in divisors(model.context) if model.context % (parts // degree * n) == 0]
-        ways = nearest(f"{parallel.context=}", fits or [1]), nearest_multiple(f"{model.context=}", parts)
-        yield use(f"{model.context=} is not divisible by the two chunks of {parallel.context=}{shards}", *ways)
+    each = math.lcm(2, parallel.model) if parallel.sequence else 2
+    if model.context % (degree * each):
+        others = parallel.pipe * parallel.replica * parallel.expert * parallel.model
+        fits = [
+            n for n in divisors(model.context) if model.context % (n * each) == run.simulate_devices % (n * others) == 0
+        ]
+        what = "two chunks" if each == 2 else f"two chunks and the shards of parallel.sequence=true, {each} parts,"
+        problem = f"{model.context=} is not divisible by the {what} of each device of {parallel.context=}"
+        ways = nearest(f"{parallel.context=}", fits or [1]), nearest_multiple(f"{model.context=}", degree * each)
+        yield use(problem, *ways)
 
 
 @for_each_kind
@@ -183,13 +185,12 @@ def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
     chunks = degree * (2 if choose_context_attention(model, parallel).is_zigzag(model) else 1)
     size, rest = divmod(model.context, chunks)
     if not rest and size % (moe.group or model.context):
-        group = f"model.mlp.group={moe.group}" if moe.group else "model.mlp.group=null, whole rows,"
-        problem = f"{group} with {parallel.context=}: an expert's tokens would be on several devices, {size} on each"
-        yield use(
-            problem,
-            nearest("model.mlp.group", divisors(size)) if moe.group else f"model.mlp.group={size}",
-            "model.mlp.capacity=none",
+        group = f"model.mlp.group={moe.group or 'null'}"
+        problem = (
+            f"{group} with {parallel.context=}: tokens that share an expert's capacity would be on several devices"
         )
+        way = nearest(group, divisors(size)) if moe.group else f"model.mlp.group={size}"
+        yield use(problem, way, "model.mlp.capacity=none model.mlp.group=null")
 
 
 def context_is_manual(parallel: Parallel) -> Problems:
