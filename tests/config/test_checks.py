@@ -107,7 +107,8 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "parallel.context=4 parallel.context_attention=ring model.attention_softcap=5",
-            "model.attention_softcap=5.0 with parallel.context_attention=ring: a ring merges scores that have no soft cap",
+            "model.attention_softcap=5.0 with parallel.context_attention=ring: a ring merges scores that have no soft "
+            "cap",
             "parallel.context_attention=heads",
         ),
         (
@@ -126,7 +127,7 @@ def problems(*overrides: str) -> list[str]:
             f"{MOE} model.mlp.group=16 parallel.context=4 parallel.context_attention=ring",
             "model.mlp.group=16 with parallel.context=4: tokens that share an expert's capacity would be on several "
             "devices",
-            "model.mlp.group=8, or model.mlp.capacity=none model.mlp.group=null",
+            "model.mlp.group=4 or 8, or model.mlp.capacity=none model.mlp.group=null",
         ),
         (
             "parallel.context=2 parallel.partitioner=types",
