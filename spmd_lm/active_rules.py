@@ -27,11 +27,15 @@ class AxisRules:
 
     rules: all names that a model may use; another name is a mistake, not an unsharded dimension.
     sizes: number of devices along each mesh axis.
+    ring: whether keys and values travel where `time` is sharded; else each device attends with some heads.
+    zigzag: whether a device has two chunks of a row, one from each end, where `time` is sharded.
     with_gathered: gathers, for a function of the model, parameters sharded further between uses
       (parallel/own_mesh.py)."""
 
     rules: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
+    ring: bool = False
+    zigzag: bool = False
     with_gathered: Callable[..., Callable] | None = None
 
     def axes(self, name: str | None) -> tuple[str, ...]:

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 # pipe: pipeline stages.  data: shards of the batch; replica: copies of such a group (HSDP).  expert: further shards of
-# the batch, with different experts.  model: shards of a layer.
-PIPE, REPLICA, DATA, EXPERT, MODEL = MESH_AXES = ("pipe", "replica", "data", "expert", "model")
-OPTIONAL_AXES = (EXPERT,)
+# the batch, with different experts.  context: shards of each row's tokens.  model: shards of a layer.
+PIPE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = MESH_AXES = ("pipe", "replica", "data", "expert", "context", "model")
+OPTIONAL_AXES = (EXPERT, CONTEXT)
 """Axes that are on a mesh only if they have several devices."""
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 """Axes that divide the rows of a batch."""
-TOKEN_AXES = BATCH_AXES
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)
 """Axes that divide the tokens of a batch: losses, loss weights and gradients are summed over them."""
-ZERO_AXES = (DATA, EXPERT)
+ZERO_AXES = (DATA, EXPERT, CONTEXT)
 """Axes over which ZeRO shards parameters and moments between steps; within a step each device uses whole parameters.
-Experts, which `expert` shards already, are sharded over `data` alone."""
-OUTERMOST_FIRST = (REPLICA, DATA, EXPERT, PIPE, MODEL)
+Experts, which `expert` shards already, are sharded over the others alone."""
+OUTERMOST_FIRST = (REPLICA, DATA, EXPERT, PIPE, CONTEXT, MODEL)
 """The order in which a mesh numbers its devices.  Links between neighbours are fastest: `model` is innermost, because
 every layer waits for its collectives."""
 
@@ -29,7 +29,7 @@ DimNames = tuple[str | None, ...]
 
 SEQUENCE, TIME = "sequence", "time"
 """Dimension 1 of the residual stream, [batch, sequence, width]; between the two linears of a branch it is `time`, with
-the whole row on every device."""
+all of a device's tokens of the row: the whole row, unless `context` divides it.  `sequence` is a shard of these."""
 
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""

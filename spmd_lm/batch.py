@@ -31,6 +31,12 @@ class Batch:
     labels: Leaf = None  # int32 [M, B]: class of the row, or position at which the answer starts
     end_positions: Leaf = None  # int32 [M, B]: position at which the answer ends
     label_weights: Leaf = None  # float32 [M, B]: weight of each label in the loss; 0 for padding
+    row_segments: Leaf = None  # int32 [M, B, T]: segments of whole rows, where the other fields are of some tokens
+
+    @property
+    def segments_of_rows(self) -> Leaf:
+        """Segments of all tokens of the rows."""
+        return self.segments if self.row_segments is None else self.row_segments
 
 
 PER_ROW = ("sample_ids", "labels", "end_positions", "label_weights")

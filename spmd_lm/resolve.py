@@ -12,6 +12,7 @@ import jax
 from spmd_lm.adapters import adapters_of, require_free_names, require_whole_blocks, trainable_paths
 from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.context_parallel import choose_context_attention
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_branches, prefetches
@@ -94,12 +95,15 @@ def abstract_plan(
     enable_float64(config)
     model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
     require_whole_blocks(model, layout.model)
+    if layout.context > 1 and model.modules.own:
+        own = "modules of one's own see some tokens of a row, and nothing checks that they need no others"
+        raise LayoutError(f"parallel.context={layout.context}: {own}. Use parallel.context=1.")
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     ahead = layout.zero_shards > 1 and prefetches(config, platform)
     prefetched = (model.period.keys[:1] or model.prefetched) if ahead and not breadth_first else ()
-    tokens = tokens_per_device(config, layout)
+    tokens, over_context = tokens_per_device(config, layout), choose_context_attention(config.model, p)
     collective_matmul = () if model.modules.own_block else collective_matmul_branches(config, platform, kind, tokens)
     plan = _abstract_plan(
         model,
@@ -109,6 +113,8 @@ def abstract_plan(
         zero=zero,
         partitioner=choose_partitioner(config, platform, bool(collective_matmul), model.modules.own).partitioner,
         sequence=p.sequence,
+        ring=layout.context > 1 and over_context.form == "ring",
+        zigzag=layout.context > 1 and over_context.is_zigzag(config.model),
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,
         rings=_host_rings(config, layout, platform, kind, host),

@@ -12,6 +12,7 @@ import optax
 from spmd_lm.active_rules import AxisRules, use_axis_rules
 from spmd_lm.axes import MESH_AXES, MODEL, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
+from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.rules import Rules
@@ -100,14 +101,14 @@ def program(config: RunConfig) -> Program:
 
 def host_batch(config: RunConfig, step: int) -> Batch:
     """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time].  A masked model's rows have padding, two
-    token types and labels; a fine-tuning batch has labels only."""
+    token types and labels; a fine-tuning batch has labels only; rows of packed data have several documents."""
     rows, time, r = config.train.batch, config.model.context, np.random.default_rng(step)
     tokens = r.integers(0, config.model.vocab, (rows, time + 1), dtype=np.int32)
     weights = np.maximum(r.uniform(-0.25, 1, (rows, time)), 0).astype(np.float32)
     positions = np.broadcast_to(np.arange(time, dtype=np.int32), (rows, time))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, None, np.arange(rows, dtype=np.int32))
     if config.objective.kind == "causal_lm":
-        return batch
+        return packed(batch, r.random((rows, time)) < 0.2) if packs_documents(config.data) else batch
     real = positions < r.integers(time // 2, time + 1, (rows, 1))
     masked = dataclasses.replace(
         batch,
@@ -124,6 +125,14 @@ def host_batch(config: RunConfig, step: int) -> Batch:
         masked = dataclasses.replace(masked, labels=masked.labels.repeat(group)[:rows], label_weights=label_weights)
     wanted = abstract_batch(config)
     return Batch(**{name: value if getattr(wanted, name) is not None else None for name, value in vars(masked).items()})
+
+
+def packed(batch: Batch, starts: np.ndarray) -> Batch:
+    """Rows of documents that begin where `starts` is true, and at the first token."""
+    starts = starts | (batch.positions == 0)
+    first = np.maximum.accumulate(np.where(starts, batch.positions, 0), axis=1)
+    segments = starts.cumsum(1, dtype=np.int32)
+    return dataclasses.replace(batch, segments=segments, positions=(batch.positions - first).astype(np.int32))
 
 
 def device_batch(p: Program, step: int) -> Batch:

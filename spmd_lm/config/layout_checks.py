@@ -8,6 +8,7 @@ from collections.abc import Callable
 from spmd_lm.axes import BATCH_AXES, DATA
 from spmd_lm.config import overlap
 from spmd_lm.config.adapters import Adapter, NoAdapter
+from spmd_lm.config.context_parallel import choose_context_attention, ring_obstacles, too_few_heads
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -65,7 +66,7 @@ def _mlp_widths(model: Model) -> list[tuple[str, str, int]]:
 def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
     """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`.  With 0 devices,
     an unknown number, every divisor fits."""
-    others = parallel.pipe * parallel.replica * parallel.expert
+    others = parallel.pipe * parallel.replica * parallel.expert * parallel.context
     fits = [n for n in divisors(size) if run.simulate_devices % (others * n) == 0]
     return nearest(f"{parallel.model=}", fits or [1])
 
@@ -93,7 +94,7 @@ def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems
     stages, chunks, period = parallel.pipe, parallel.chunks, len(model.kinds)
     periods = 1 if model.layers % period else model.layers // period
     if stages > 1 and periods % (stages * chunks):
-        others = parallel.replica * parallel.expert * parallel.model * max(parallel.data, 1)
+        others = parallel.replica * parallel.expert * parallel.context * parallel.model * max(parallel.data, 1)
         fits = [n for n in divisors(periods) if n == 1 or run.simulate_devices % (n * others) == 0]
         per_stage, rest = divmod(periods, stages)
         where = f"{parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else "")
@@ -141,6 +142,61 @@ def experts_are_manual(model: Model, parallel: Parallel) -> Problems:
     if parallel.partitioner == "types" and model.mixtures:
         reason = "tokens go to slots of buffers, which sharding types cannot describe"
         yield use(f"{parallel.partitioner=!s} with model.mlp.kind=moe: {reason}", "parallel.partitioner=auto")
+
+
+def context_divides_rows(model: Model, parallel: Parallel, run: Run) -> Problems:
+    """Requires two equal chunks of a row for each device along `context`, and of a device's tokens equal shards."""
+    if (degree := parallel.context) == 1:
+        return
+    each = math.lcm(2, parallel.model) if parallel.sequence else 2
+    if model.context % (degree * each):
+        others = parallel.pipe * parallel.replica * parallel.expert * parallel.model
+        fits = [
+            n for n in divisors(model.context) if model.context % (n * each) == run.simulate_devices % (n * others) == 0
+        ]
+        what = "two chunks" if each == 2 else f"two chunks and the shards of parallel.sequence=true, {each} parts,"
+        problem = f"{model.context=} is not divisible by the {what} of each device of {parallel.context=}"
+        ways = nearest(f"{parallel.context=}", fits or [1]), nearest_multiple(f"{model.context=}", degree * each)
+        yield use(problem, *ways)
+
+
+@for_each_kind
+def attention_reaches_over_context(model: Model, parallel: Parallel) -> Problems:
+    """Requires enough heads for context_attention=heads, and of a ring what it can compute."""
+    if parallel.context == 1 or model.heads % parallel.model:  # tensor_parallel_divides
+        return
+    chosen, too_few = parallel.context_attention, too_few_heads(model, parallel)
+    fits = nearest(f"{parallel.context=}", divisors(model.heads // parallel.model))
+    if chosen == "heads" and too_few:
+        ring = "" if any(ring_obstacles(model)) else "parallel.context_attention=ring"
+        yield use(f"parallel.context_attention=heads: {too_few}", ring, fits)
+    elif chosen == "ring" or too_few:
+        for settings, reason, alternative in ring_obstacles(model):
+            because = "parallel.context_attention=ring" if chosen == "ring" else f"{parallel.context=}, where {too_few}"
+            yield use(f"{settings} with {because}: {reason}", fits if too_few else alternative)
+
+
+@for_each_kind
+def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
+    """Requires that tokens which compete for an expert are on one device."""
+    moe, degree = model.moe, parallel.context
+    if moe is None or degree == 1 or (moe.capacity == "none" and moe.group is None):
+        return
+    chunks = degree * (2 if choose_context_attention(model, parallel).is_zigzag(model) else 1)
+    size, rest = divmod(model.context, chunks)
+    if not rest and size % (moe.group or model.context):
+        group = f"model.mlp.group={moe.group or 'null'}"
+        problem = (
+            f"{group} with {parallel.context=}: tokens that share an expert's capacity would be on several devices"
+        )
+        way = nearest(group, divisors(size)) if moe.group else f"model.mlp.group={size}"
+        yield use(problem, way, "model.mlp.capacity=none model.mlp.group=null")
+
+
+def context_is_manual(parallel: Parallel) -> Problems:
+    if parallel.partitioner == "types" and parallel.context > 1:
+        reason = "devices exchange heads or send keys around, which sharding types do not describe"
+        yield use(f"{parallel.partitioner=!s} with {parallel.context=}: {reason}", "parallel.partitioner=auto")
 
 
 def pipelines_do_not_offload(parallel: Parallel, remat: Remat) -> Problems:
@@ -321,6 +377,10 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     pipelines_are_manual,
     experts_are_divisible,
     experts_are_manual,
+    context_divides_rows,
+    attention_reaches_over_context,
+    context_divides_groups,
+    context_is_manual,
     codes_are_of_zero_3,
     secondary_copies_are_gathered_again,
     adapters_are_manual,

@@ -38,6 +38,8 @@ def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bo
         return PartitionerChoice("manual", "stages of a pipeline run different programs, which types cannot describe")
     if config.model.mixtures:
         return PartitionerChoice("manual", "tokens go to experts in buffers, which types cannot describe")
+    if p.context > 1:
+        return PartitionerChoice("manual", "attention over `context` is written out")
     if overlaps:
         return PartitionerChoice("manual", "products run in parts beside their collectives")
     if own:

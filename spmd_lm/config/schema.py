@@ -247,6 +247,10 @@ class Parallel(Section):
     data: Annotated[int, Field(ge=-1, le=MOST)] = -1  # -1: all devices that the other axes leave
     model: Count = 1  # degree of tensor parallelism
     expert: Count = 1  # shards of the experts of model.mlp, and of the batch; docs/parallelism/experts.md
+    context: Count = 1  # shards of each row's tokens; docs/parallelism/context.md
+    # how devices along `context` attend to one another's tokens: each with some heads of the whole row (heads), or with
+    # keys and values that travel from device to device (ring); auto: heads if there are enough of them
+    context_attention: Literal["auto", "heads", "ring"] = "auto"
     replica: Count = 1  # copies of a ZeRO group, outside `data`
     # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines);
     # auto: types if the compiled step is as good, config/partitioner.py

@@ -47,6 +47,7 @@ OTHER_NAMES = {  # keys' names in other trainers or earlier versions
     "parallel.pipe": ["pipeline", "pp"],
     "parallel.data": ["dp"],
     "parallel.expert": ["expert_parallel", "ep"],
+    "parallel.context": ["context_parallel", "cp"],
     "parallel.model": ["tensor", "tensor_parallel", "tp"],
     "parallel.sequence": ["sp"],
     "parallel.zero": ["fsdp"],

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import is_spec
 from spmd_lm.adapters import adapters_of
-from spmd_lm.axes import EXPERT, MODEL, SEQUENCE, is_dim_names
+from spmd_lm.axes import CONTEXT, EXPERT, MODEL, SEQUENCE, TIME, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.adapters import CODED
 from spmd_lm.config.attention_kernels import choose_kernel
@@ -35,6 +35,7 @@ from spmd_lm.cost_model.dataflow import (
 from spmd_lm.cost_model.kernels import Product
 from spmd_lm.cost_model.sizes import shares_of_kinds
 from spmd_lm.cost_model.wire import ALL_GATHER
+from spmd_lm.models.context import local_batch
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import RESIDUAL
@@ -160,9 +161,9 @@ def trace_layer(
         trains = functools.partial(plan.trains, *stack)
         key = *key, stack, plan.freeze, plan.trainable
     if of_shards is not None:
-        sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(EXPERT, MODEL))
+        sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(EXPERT, CONTEXT, MODEL))
         gathers = of_shards.sequence
-        key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers
+        key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers, of_shards.ring
     key = *key, jax.config.read("jax_enable_x64")
     if (trace := _TRACES.get((key, remat, lanes))) is None:
         inside = _policy_inside(remat, gathers=gathers)
@@ -241,6 +242,7 @@ def _flow(
     x = jax.ShapeDtypeStruct((*batch.tokens.shape, model.c.width), dtype)
 
     def layer(params: Tree, x: jax.Array, d_y: jax.Array, index: jax.Array, batch: Batch) -> Any:
+        batch = local_batch(batch)
         key = DropoutKey(jnp.uint32(0), jnp.uint32(0), batch.sample_ids) if model.has_dropout else None
         frozen = exclude(params, trained)
 
@@ -256,7 +258,8 @@ def _flow(
     run: Callable = layer
     if plan:
         specs = jax.tree.map(plan.param_rules.spec, names, is_leaf=is_dim_names)
-        stream = P(plan.axis_rules.axes("batch"), plan.axis_rules.axes(SEQUENCE) or None)
+        batch_axes, time, sequence = map(plan.axis_rules.axes, ("batch", TIME, SEQUENCE))
+        stream = P(batch_axes, (*time, *sequence) or None)
         batch_specs = jax.tree.map(lambda spec: P(*spec[1:]), plan.batch_specs, is_leaf=is_spec)
         out_specs = stream, P(), subset_of(specs, trained), stream
         run = plan.shard_map(layer, (specs, stream, stream, P(), batch_specs), out_specs)

@@ -25,8 +25,9 @@ def at_least_float32(dtype: str) -> str:
 
 
 def tokens_per_device(config: RunConfig, layout: Layout) -> int:
-    """Tokens of one microbatch on a device, in whole sequences."""
-    return config.train.batch // config.parallel.microbatches // layout.batch_shards * config.model.context
+    """Tokens of one microbatch on a device, between the linears of a branch."""
+    rows = config.train.batch // config.parallel.microbatches // layout.batch_shards
+    return rows * config.model.context // layout.context
 
 
 def stream_bytes(config: RunConfig, plan: Plan, dtype: str = "") -> int:

@@ -209,7 +209,7 @@ class Generator:
 
         batch = self._batch_spec
         specs = plan.param_specs, batch, batch, batch, P(), P()
-        sharded = plan.shard_map(body, specs, (batch, batch), whole_sequence=True)
+        sharded = plan.shard_map(body, specs, (batch, batch), whole_rows=True)
         replicated, options = plan.sharding(P()), program.xla_options.deterministic  # every process can read it
         return exclusive_first_call(jax.jit(sharded, out_shardings=replicated, compiler_options=options))
 

@@ -1,5 +1,6 @@
-"""What a block is called with besides x, and what it returns."""
+"""What a block is called with besides x, what it returns, and which tokens of a batch it sees."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -7,9 +8,12 @@ from typing import NamedTuple
 
 import jax
 
-from spmd_lm.batch import Batch
+from spmd_lm.active_rules import active_axes
+from spmd_lm.axes import TIME
+from spmd_lm.batch import PER_ROW, Batch
 from spmd_lm.models.layers import BlockLinears
 from spmd_lm.ops.attention_spec import AttentionSpec
+from spmd_lm.ops.context import on_first, own_tokens
 from spmd_lm.ops.dropout import DropoutKey
 
 LossDict = dict[str, jax.Array]  # losses by name, and STATISTICS
@@ -27,6 +31,16 @@ def sum_losses(losses: LossDict) -> jax.Array:
 AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
 training, through a cache in generation."""
+
+
+def local_batch(batch: Batch) -> Batch:
+    """The tokens that this device has of a batch of whole rows; a row's label has its weight on the first device."""
+    if not active_axes(TIME):
+        return batch
+    fields = {name: x for name, x in vars(batch).items() if x is not None}
+    own = {name: own_tokens(x, -1) for name, x in fields.items() if name not in PER_ROW}
+    labels = {} if batch.label_weights is None else {"label_weights": on_first(batch.label_weights)}
+    return dataclasses.replace(batch, **own, **labels, row_segments=batch.segments)
 
 
 class BlockContext(NamedTuple):

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spmd_lm.axes import SEQUENCE
+from spmd_lm.axes import SEQUENCE, TIME
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.context import DROPPED_TOKENS, EXPERT_TOKENS, BlockContext, LossDict
 from spmd_lm.models.layers import ParamInit, add_bias, broadcast_over_tokens
 from spmd_lm.models.mlp import ACTIVATIONS, MLP
-from spmd_lm.ops.collectives import copy_to_region, local_slice, reduce_from_region, shard_index, sum_of_shares
+from spmd_lm.ops.collectives import copy_to_region, local_slice, psum, reduce_from_region, shard_index, sum_of_shares
 from spmd_lm.ops.experts import (
     Routes,
     combine,
@@ -92,7 +92,7 @@ class MixtureOfExperts(nnx.Module):
         counts = routes.counts.reshape(len(x), -1, self.moe.experts).sum(1).astype(p.dtype)
         tokens = jnp.zeros((self.layers, self.moe.experts), p.dtype).at[context.layer].set(counts.sum(0))
         statistics = {EXPERT_TOKENS: tokens, DROPPED_TOKENS: routes.dropped.astype(p.dtype)}
-        losses = self._losses(logits, probabilities, counts, is_token)
+        losses = self._losses(logits, probabilities, psum(counts, TIME), is_token)
         return y, {name: context.row_weight * loss for name, loss in losses.items()} | statistics
 
     def _choose(self, p: jax.Array, is_token: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -136,8 +136,8 @@ class MixtureOfExperts(nnx.Module):
         return y if bias is None else y + scale(broadcast_over_tokens(bias, y), gate)
 
     def _losses(self, logits: jax.Array, p: jax.Array, counts: jax.Array, is_token: jax.Array | None) -> LossDict:
-        """Sums over rows of means over their tokens.  logits, p: [batch, sequence, experts].  counts: of the row's
-        choices, [batch, experts].
+        """Sums over rows of means over their tokens, of this device's tokens.  logits, p: [batch, sequence, experts].
+        counts: of the whole row's choices, [batch, experts].
 
         Balance (arXiv:2101.03961, equation 4): experts x the sum over experts of the share of choices, which has no
         gradient, times the mean probability; 1 if all are alike.  z (arXiv:2202.08906, equation 5): the mean square of

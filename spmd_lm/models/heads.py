@@ -26,6 +26,7 @@ from spmd_lm.ops.collectives import (
     manual_region,
     psum_unreduced,
 )
+from spmd_lm.ops.context import from_first, gather_rows, on_first
 from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import upcast
@@ -71,10 +72,11 @@ class Head(HasMatrices):
 
 
 def place_rows(z: jax.Array, sample_ids: jax.Array, rows: int) -> jax.Array:
-    """Places z [batch, ...] among all `rows` of a step, zero except for those of this microbatch and device."""
+    """Places z [batch, ...], which devices that share rows have alike, among all `rows` of a step: an addend, zero
+    except for the rows of this microbatch and device."""
 
     def place(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
-        return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
+        return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(on_first(z))
 
     return psum_unreduced(manual_region(place, partition_spec(unreduced=("batch",)))(z, sample_ids))
 
@@ -127,6 +129,7 @@ class CausalLMHead(Head):
             *self.unembedding(h), batch.targets, self.vocab, self.policy.softcap
         )
         scores = {"log_likelihood": log_likelihood, "greedy": is_likeliest.astype(log_likelihood.dtype)}
+        scores = jax.tree.map(gather_rows, scores)
         return {name: place_rows(z, batch.sample_ids, rows) for name, z in scores.items()}
 
     def logits(self, h, batch):
@@ -136,7 +139,7 @@ class CausalLMHead(Head):
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
         z = softcap(z if bias is None else z + bias.astype(z.dtype), self.policy.softcap)
         z = jnp.where(global_indices("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
-        return {"tokens": all_gather(z, "vocab", 2)}
+        return {"tokens": gather_rows(all_gather(z, "vocab", 2))}
 
 
 class MaskedLMHead(CausalLMHead):
@@ -185,7 +188,7 @@ class MaskedLMHead(CausalLMHead):
     def logits(self, h, batch):
         logits = super().logits(h, batch)
         if self.sentence_order:
-            logits["sentence_order"] = from_first_shard(self.order_logits(h), 1)
+            logits["sentence_order"] = from_first(from_first_shard(self.order_logits(h), 1))
         return logits
 
 
@@ -213,7 +216,7 @@ class ClassificationHead(LabelHead):
 
     def logits(self, h, batch):
         """`classes`: [batch, classes]."""
-        return {"classes": from_first_shard(self.label_logits(h), 1)}
+        return {"classes": from_first(from_first_shard(self.label_logits(h), 1))}
 
 
 class MultipleChoiceHead(LabelHead):
@@ -231,7 +234,7 @@ class MultipleChoiceHead(LabelHead):
 
     def logits(self, h, batch):
         """`choices`: [batch]."""
-        return {"choices": from_first_shard(self.label_logits(h), 1)[:, 0]}
+        return {"choices": from_first(from_first_shard(self.label_logits(h), 1)[:, 0])}
 
 
 class ExtractiveQAHead(LabelHead):
@@ -245,8 +248,8 @@ class ExtractiveQAHead(LabelHead):
     def logits(self, h, batch):
         """`spans`: [batch, time, 2], -inf at padding."""
         z = add_bias(self.matrix("output").multiply(h), self.output_bias)
-        z = upcast(gather_replicated_grad(z))
-        return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
+        z = gather_rows(upcast(gather_replicated_grad(z)))
+        return {"spans": jnp.where(batch.segments_of_rows[..., None] > 0, z, -jnp.inf)}
 
 
 def make_head(init: ParamInit, objective: Objective, policy: LogitsPolicy) -> Head:

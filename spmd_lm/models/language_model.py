@@ -256,7 +256,7 @@ class LanguageModel:
             core = functools.partial(attention, spec=dataclasses.replace(spec, kernel=self.kernels[place]))
             run: Callable = manual_region(core, partition_spec("batch", None, "heads"))
             run = self._checkpoint(run) if self.remat.recomputes_attention else run
-            return functools.partial(run, positions=batch.positions, segment_ids=batch.segments, key=key)
+            return functools.partial(run, positions=batch.positions, segment_ids=batch.segments_of_rows, key=key)
 
         training, weight = row_weight is not None, 1.0 if row_weight is None else row_weight
         how = self._linears(), self._checkpoint, batch, weight, training, layer

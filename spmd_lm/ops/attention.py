@@ -3,31 +3,22 @@
 Each device attends with its own heads.  Softmax is float32 or wider.  Shapes: ops/attention_spec.py."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spmd_lm.active_rules import num_shards
+from spmd_lm.active_rules import active_axes, num_shards
+from spmd_lm.axes import TIME
 from spmd_lm.ops import chunked_attention, fused_attention
-from spmd_lm.ops.attention_spec import AttentionSpec, Pairs, Tokens
-from spmd_lm.ops.collectives import global_indices
+from spmd_lm.ops.attention_spec import AttentionSpec, Kernel, Pairs, Tokens
+from spmd_lm.ops.collectives import global_indices, local_slice
+from spmd_lm.ops.context import heads_to_time, is_ring, repeat_heads, time_to_heads
 from spmd_lm.ops.dense_attention import dense_attention, softmax_attention
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.ring_attention import ring_attention
 
 SITE = 0  # the dropout site of attention probabilities
-
-
-class Kernel(NamedTuple):
-    """A kernel that keeps no scores.
-    forward(q, k, v, pairs, spec): attention, like q, and the logarithm of each query's sum of exponentials [B, H, T].
-    backward(q, k, v, pairs, spec, out, logsumexp, d_out): gradients of q, k and v; out and logsumexp may be of
-    attention to more keys than these."""
-
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
 
 
 KERNELS = {
@@ -55,9 +46,6 @@ def _backward(spec, kernel, saved, d_out):
     return *kernel.backward(q, k, v, pairs, spec, out, logsumexp, d_out), None
 
 
-run_kernel.defvjp(_forward, _backward)
-
-
 def attention(
     q: Array,
     k: Array,
@@ -68,15 +56,26 @@ def attention(
     key: DropoutKey | None = None,
 ) -> Array:
     """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
-    embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
-    words = None
-    if key is not None and spec.dropout:
-        words = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
+    embeddings.  segment_ids: int32 [B, whole row]; tokens attend within their segment.  key: None for no dropout.
+
+    Where `time` is sharded, q, k and v are of this device's tokens: keys and values travel around a ring, or kernels
+    get whole rows of some of its heads."""
+    shape, lanes = q.shape, global_indices("heads", spec.heads // num_shards("heads"))
+    q, k, v = spec.split_heads(q, k, v, positions)
+    if is_ring():
+        words = key.words(SITE, lanes) if key is not None and spec.dropout else None
+        return ring_attention(q, k, v, segment_ids, words, spec, KERNELS[spec.kernel]).reshape(shape)
+    if active_axes(TIME):
+        q, k, v = (time_to_heads(x, TIME) for x in (q, repeat_heads(k), repeat_heads(v)))
+        lanes = local_slice(lanes, TIME, 0)
+    words = key.words(SITE, lanes) if key is not None and spec.dropout else None
     tokens = Tokens(jnp.arange(q.shape[1], dtype=jnp.int32), segment_ids)
-    heads, pairs = spec.split_heads(q, k, v, positions), Pairs(tokens, tokens, words)
+    pairs = Pairs(tokens, tokens, words)
     if spec.kernel == "xla":
-        return dense_attention(*heads, pairs, spec).reshape(q.shape)
-    return run_kernel(*heads, pairs, spec, KERNELS[spec.kernel]).reshape(q.shape)
+        out = dense_attention(q, k, v, pairs, spec)
+    else:
+        out = run_kernel(q, k, v, pairs, spec, KERNELS[spec.kernel])
+    return (heads_to_time(out, TIME) if active_axes(TIME) else out).reshape(shape)
 
 
 KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position

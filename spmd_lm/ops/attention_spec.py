@@ -4,6 +4,7 @@ Shapes: B batch, T queries, S keys, H local query heads, G local key/value heads
 (arXiv:2305.13245), K head width."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -79,3 +80,13 @@ class Pairs(NamedTuple):
         w0, w1 = (word[:, :, None, None] for word in self.words)
         at = row.astype(jnp.uint32)[:, None], column.astype(jnp.uint32)
         return dropout(probabilities, rate, (w0, w1), *at)
+
+
+class Kernel(NamedTuple):
+    """A kernel that keeps no scores.
+    forward(q, k, v, pairs, spec): attention, like q, and the logarithm of each query's sum of exponentials [B, H, T].
+    backward(q, k, v, pairs, spec, out, logsumexp, d_out): gradients of q, k and v; out and logsumexp may be of
+    attention to more keys than these."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]

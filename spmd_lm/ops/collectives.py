@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.active_rules import active_axes, num_shards
+from spmd_lm.active_rules import active_axes, axis_rules, num_shards
 from spmd_lm.axes import SEQUENCE, TIME
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops import sharding_types
@@ -51,12 +51,26 @@ def global_indices(name: str, local_size: int) -> Array:
     return shard_index(name) * local_size + jnp.arange(local_size, dtype=jnp.int32)
 
 
-def row_positions(size: int, name: str = TIME, part: slice = slice(None)) -> Array:
-    """Positions, int32, in the row of this device's `size` tokens, or of `part` of them.  name: the tokens' dimension;
-    in the residual stream `sequence`."""
-    if active_axes(name) or part == slice(None):
-        return global_indices(name, size)[part]
-    return jnp.arange(*part.indices(size)[:2], dtype=jnp.int32)  # without slicing an array
+def time_positions(size: int, device: Array | None = None) -> Array:
+    """Positions, int32, in the row of the `size` tokens that a device along `time` has of it, this one unless another
+    is given; their order: ops/context.py."""
+    devices, rules = num_shards(TIME), axis_rules()
+    device = shard_index(TIME) if device is None else device
+    if rules is None or not rules.zigzag or devices == 1:
+        return device * size + jnp.arange(size, dtype=jnp.int32)
+    half = size // 2
+    chunk = jnp.arange(half, dtype=jnp.int32)
+    return jnp.concatenate([device * half + chunk, (2 * devices - 1 - device) * half + chunk])
+
+
+def row_positions(size: int, name: str = TIME) -> Array:
+    """Positions, int32, in the row of this device's `size` tokens.  name: the tokens' dimension; in the residual stream
+    `sequence`, a shard of this device's tokens of the row."""
+    if not active_axes(TIME):
+        return global_indices(name, size)
+    if name == TIME:
+        return time_positions(size)
+    return local_slice(time_positions(size * num_shards(name)), name, 0)
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:

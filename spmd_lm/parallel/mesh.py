@@ -34,6 +34,7 @@ class Layout:
     replica: int = 1
     data: int = 1
     expert: int = 1
+    context: int = 1
     model: int = 1
 
     @property
@@ -72,7 +73,7 @@ def host_rings(layout: Layout, devices_per_host: int | None) -> Rings:
     devices_per_host: None for simulated devices, of which each half of a group stands for a host."""
     if devices_per_host is None:
         return Rings(2, layout.data // 2) if layout.data % 2 == 0 else Rings(1, layout.data)
-    near, rest = divmod(devices_per_host, layout.pipe * layout.expert * layout.model)
+    near, rest = divmod(devices_per_host, layout.pipe * layout.expert * layout.context * layout.model)
     within = math.gcd(layout.data, near) if near and not rest else 1
     return Rings(layout.data // within, within)
 
@@ -213,19 +214,19 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
 
 
 def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
-    """Candidates, best first: with `data` and `expert` as two axes where they are longer than any dimension of the
-    torus, with `model` as two where it is all of a slice, because over one axis its reduce-scatter compiles to an
-    all-reduce."""
+    """Candidates, best first: with `data`, `expert` and `context` as two axes where they are longer than any dimension
+    of the torus, with `model` as two where it is all of a slice, because over one axis its reduce-scatter compiles to
+    an all-reduce."""
     coords = np.array([d.coords for d in devices])
     torus = {int(n) for n in coords.max(0) - coords.min(0) + 1}
     flat = _axis_sizes(layout)
     if layout.model == len(devices) // slices:
         return [*(_axis_sizes(layout, model=pair) for pair in _pairs(layout.model, torus)), flat]
-    of_data, of_experts = _lengths(layout.data, torus), _lengths(layout.expert, torus)
-    if layout.expert == 1:
-        return [_axis_sizes(layout, data=data) for data in of_data]
-    both = itertools.product(of_data, of_experts)
-    return [_axis_sizes(layout, data=data, expert=experts) for data, experts in both]
+    lengths = {axis: _lengths(flat[axis][0], torus) for axis in ZERO_AXES if axis in flat}
+    return [
+        _axis_sizes(layout, **dict(zip(lengths, chosen, strict=True)))
+        for chosen in itertools.product(*lengths.values())
+    ]
 
 
 def _lengths(size: int, torus: set[int]) -> list[tuple[int, ...]]:

@@ -31,7 +31,7 @@ def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] |
         raise LayoutError(*problems)
     table[ZERO_WIDTH], table["kv_heads"] = table.pop("zero", ()), table.get("heads", ())
     gathers = any(mesh.shape[axis] > 1 for axis in table[ZERO_WIDTH])
-    return AxisRules({**REPLICATED, **table}, dict(mesh.shape), with_gathered if gathers else None)
+    return AxisRules({**REPLICATED, **table}, dict(mesh.shape), with_gathered=with_gathered if gathers else None)
 
 
 def _mesh_problems(mesh: AbstractMesh) -> Iterator[str]:

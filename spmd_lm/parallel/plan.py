@@ -21,6 +21,7 @@ from spmd_lm.axes import (
     DATA,
     MODEL,
     PIPE,
+    SEQUENCE,
     SHARDED_DIM,
     TIME,
     TOKEN_AXES,
@@ -30,7 +31,7 @@ from spmd_lm.axes import (
     mesh_axes_of,
     sharded_names,
 )
-from spmd_lm.batch import PER_ROW, Batch
+from spmd_lm.batch import Batch
 from spmd_lm.config.adapters import CODED, SUFFIX
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.types import Partitioner
@@ -97,6 +98,7 @@ class Plan:
     """names, shapes: trees of the parameters' dimension names and canonical shapes.
     mesh: abstract until devices bind.
     sequence: whether the residual stream is sharded along the sequence.
+    ring, zigzag: those of AxisRules: how devices along `context` attend, and which tokens of a row they have.
     chunks: number of chunks of layers per pipeline stage; layer l lies in chunk l // (pipe x n) of stage l // n % pipe,
       with n layers per chunk.
     partitioner: who inserts a step's collectives: XLA, from sharding types, or the step itself.
@@ -121,6 +123,8 @@ class Plan:
     zero: ZeroPolicy = ZeroPolicy()  # noqa: RUF009 - frozen
     partitioner: Partitioner = "manual"
     sequence: bool = False
+    ring: bool = False
+    zigzag: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
     host_rings: bool = False
@@ -337,10 +341,10 @@ class Plan:
 
     @functools.cached_property
     def batch_specs(self) -> Batch:
-        """PartitionSpecs of a batch's fields; fields that a batch lacks have one too, which jax ignores."""
-        token_spec = P(*self.row_spec, *(axes for axes in [self.axis_rules.axes(TIME)] if axes))
-        fields = dataclasses.fields(Batch)
-        return Batch(**{each.name: self.row_spec if each.name in PER_ROW else token_spec for each in fields})
+        """PartitionSpecs of a batch's fields; fields that a batch lacks have one too, which jax ignores.
+
+        Devices along `context` have whole rows, and take their own tokens from them: `ops.context.local_batch`."""
+        return Batch(**{each.name: self.row_spec for each in dataclasses.fields(Batch)})
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
@@ -381,18 +385,20 @@ class Plan:
     @functools.cached_property
     def axis_rules(self) -> AxisRules:
         """Rules of activations inside the step; parameters have `param_rules`."""
-        return self._axis_rules(self.sequence)
+        return self._axis_rules()
 
-    def _axis_rules(self, sequence: bool) -> AxisRules:
-        rules = activation_rules(sequence).with_own(self.own_rules).replicating(self.replicated)
-        return AxisRules(rules.on_mesh(self.mesh.axis_names).table, self.sizes)
+    def _axis_rules(self, *, whole_rows: bool = False) -> AxisRules:
+        """whole_rows: every device has all tokens of its rows."""
+        replicated = (*self.replicated, *((SEQUENCE, TIME) if whole_rows else ()))
+        rules = activation_rules(self.sequence).with_own(self.own_rules).replicating(replicated)
+        return AxisRules(rules.on_mesh(self.mesh.axis_names).table, self.sizes, self.ring, self.zigzag)
 
-    def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
+    def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_rows: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
-        itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for sequences too short to shard."""
+        itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_rows: for rows too short to shard."""
 
         def body_under_rules(*args):
-            with use_axis_rules(self._axis_rules(False) if whole_sequence else self.axis_rules):
+            with use_axis_rules(self._axis_rules(whole_rows=True) if whole_rows else self.axis_rules):
                 return body(*args)
 
         return jax.shard_map(body_under_rules, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import (
     BATCH_AXES,
+    CONTEXT,
     DATA,
     EXPERT,
     EXPERT_ZERO_DIMS,
@@ -49,11 +50,16 @@ EXPERT_PARALLEL: Table = {EXPERTS: (EXPERT,)}
 """Expert parallelism (GShard, arXiv:2006.16668): devices along `expert` have different experts, and send each other the
 tokens for them."""
 
+CONTEXT_PARALLEL: Table = {TIME: (CONTEXT,)}
+"""Context parallelism: devices along `context` have different tokens of the same rows, and only attention needs those
+of the others (ops/context.py).  `sequence` is then a device's shard of its own tokens, so that f and g, the embedding
+and the losses are what they are without it."""
+
 USED_IN_PART = ("kv_heads", "head_width", "rank", EXPERTS)
 """Dimensions of parameters that a device uses for its own shards alone, even where it holds all of them: those that
 heads share, the unsharded factor of a low-rank matrix, and biases that experts add to a sum over `model` once."""
 
-ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES) | dict.fromkeys(EXPERT_ZERO_DIMS.values(), (DATA,))
+ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES) | dict.fromkeys(EXPERT_ZERO_DIMS.values(), (DATA, CONTEXT))
 """ZeRO (arXiv:1910.02054): the names that `sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}
@@ -103,4 +109,4 @@ PARAMETERS = Rules({**REPLICATED, **TENSOR, **EXPERT_PARALLEL, **ZERO, **PIPELIN
 def activation_rules(sequence_parallel: bool) -> Rules:
     """Rules of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
     of_stream = SEQUENCE_PARALLEL if sequence_parallel else {}
-    return Rules({**REPLICATED, **TENSOR, **EXPERT_PARALLEL, "batch": BATCH_AXES, **of_stream})
+    return Rules({**REPLICATED, **TENSOR, **EXPERT_PARALLEL, **CONTEXT_PARALLEL, "batch": BATCH_AXES, **of_stream})

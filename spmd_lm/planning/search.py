@@ -328,7 +328,14 @@ def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> It
     for zero, sequence, count, (schedule, chunks) in itertools.product(
         stages, (False, True) if layout["model"] > 1 else (False,), microbatches, schedules
     ):
-        choice = {"zero": zero, "sequence": sequence, "microbatches": count, "schedule": schedule, "chunks": chunks}
+        choice = {
+            "context": 1,
+            "zero": zero,
+            "sequence": sequence,
+            "microbatches": count,
+            "schedule": schedule,
+            "chunks": chunks,
+        }
         yield choice | {"reduce_once": False}
         if zero >= 2 and count > 1:
             yield choice | {"reduce_once": True}
@@ -343,6 +350,10 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.pipelines_are_manual: "sharding types in a pipeline",
     layout_checks.experts_are_divisible: "parallel.expert does not divide the experts",
     layout_checks.experts_are_manual: "sharding types with experts",
+    layout_checks.context_divides_rows: "parallel.context does not divide rows",
+    layout_checks.attention_reaches_over_context: "parallel.context does not suit the attention",
+    layout_checks.context_divides_groups: "parallel.context does not divide the experts' groups",
+    layout_checks.context_is_manual: "sharding types with parallel.context",
     layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",

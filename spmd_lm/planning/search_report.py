@@ -217,7 +217,7 @@ def _row(layout: dict[str, Any]) -> tuple[str, ...]:
 def _layout(overrides: dict[str, Any]) -> str:
     """Text of a layout, without choices of no effect."""
     trivial: dict[str, Any] = {"pipe": 1, "replica": 1, "sequence": False, "zero": 0, "reduce_once": False, "chunks": 1}
-    trivial |= {"expert": 1, "offload": "none"}
+    trivial |= {"expert": 1, "context": 1, "offload": "none"}
     shown = {key: value for key, value in overrides.items() if trivial.get(key, ...) != value}
     if overrides["pipe"] == 1:
         shown.pop("schedule")

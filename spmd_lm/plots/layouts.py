@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, OUTERMOST_FIRST, PIPE, axis_of
+from spmd_lm.axes import BATCH_AXES, CONTEXT, DATA, MODEL, OUTERMOST_FIRST, PIPE, axis_of
 from spmd_lm.plots.style import (
     BLUE,
     CYCLE,
@@ -110,7 +110,7 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
     devices that share a layer side by side.  A large mesh is abbreviated.  plan: anything with a "mesh", such as a plan
     or an audit."""
     grid = DeviceGrid(plan["mesh"])
-    stages, parts, shards = (grid.axes(*names) for names in ([PIPE], BATCH_AXES, [MODEL]))
+    stages, parts, shards = (grid.axes(*names) for names in ([PIPE], BATCH_AXES, [CONTEXT, MODEL]))
 
     def device(stage: int, part: int, shard: int) -> str:
         indices = zip((stages, parts, shards), (stage, part, shard), strict=True)
@@ -125,7 +125,11 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
         ", ".join(f"{axis} {i}" for axis, i in grid.coordinates(parts, row).items() if axis in divided)
         for row in range(grid.size(parts))
     ]
-    columns = [f"model {i}" for i in range(grid.size(shards))]
+    divides = [axis for axis in shards if axis_of(axis) == MODEL or grid.sizes[axis] > 1]
+    columns = [
+        ", ".join(f"{axis} {i}" for axis, i in grid.coordinates(shards, column).items() if axis in divides)
+        for column in range(grid.size(shards))
+    ]
     return draw_grid(
         BoxGrid(
             title=" × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()),

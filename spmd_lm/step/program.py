@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CompilerError
-from spmd_lm.models.context import LossDict
+from spmd_lm.models.context import LossDict, local_batch
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.parallel.groups import Group
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
@@ -314,7 +314,7 @@ class Program:
 
         def forward(params: Tree, batch: Batch) -> dict[str, jax.Array]:
             inference, gather = self.inference_params(params)
-            return lax.map(lambda microbatch: model.forward(inference, microbatch, gather), batch)
+            return lax.map(lambda microbatch: model.forward(inference, microbatch, gather), local_batch(batch))
 
         step = plan.shard_map(forward, (plan.param_specs, plan.batch_specs), plan.row_spec)
         return jax.jit(step, out_shardings=plan.sharding(P()))

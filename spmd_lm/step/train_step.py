@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.models.context import STATISTICS, LossDict, sum_losses
+from spmd_lm.models.context import STATISTICS, LossDict, local_batch, sum_losses
 from spmd_lm.models.heads import nonzero_totals
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.ops.collectives import partial_sum, zeros_like_gradient
@@ -47,7 +47,11 @@ def make_train_step(
     STATISTICS of blocks with experts are metrics too."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], PendingUpdate | None]:
-        compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
+        batch, compute, reduce = (
+            local_batch(batch),
+            jnp.dtype(config.precision.compute),
+            jnp.dtype(config.precision.reduce),
+        )
         # The loss scale is in the divisors, so that losses are scaled where they are formed: cross-entropy computes
         # gradients in its forward, and in float16 they must not underflow there.
         loss_divisors = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
@@ -104,7 +108,7 @@ def make_eval_step(
         blocks, last = (tuple(map(_alone, each)) for each in (fns.blocks, fns.last_blocks))
         fns = dataclasses.replace(fns, blocks=blocks, last_blocks=last)
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
-        microbatches = ModelInput(batch)
+        microbatches = ModelInput(local_batch(batch))
         zeros = sharded.zero_losses(microbatches)
         if schedule.stages > 1:
             totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)

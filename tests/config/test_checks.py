@@ -89,6 +89,53 @@ def problems(*overrides: str) -> list[str]:
             "parallel.expert=1, or model.mlp='{kind: moe, experts: 8}'",
         ),
         (
+            "parallel.context=2 model.context=62 run.simulate_devices=8",
+            "model.context=62 is not divisible by the two chunks of each device of parallel.context=2",
+            "parallel.context=1, or model.context=60 or 64",
+        ),
+        (
+            "parallel.context=2 parallel.model=4 parallel.sequence=true model.context=68 run.simulate_devices=8",
+            "model.context=68 is not divisible by the two chunks and the shards of parallel.sequence=true, 4 parts, of "
+            "each device of parallel.context=2",
+            "parallel.context=1, or model.context=64 or 72",
+        ),
+        (
+            "parallel.context=4 parallel.model=4 parallel.context_attention=heads",
+            "parallel.context_attention=heads: model.heads=8 over parallel.model=4 is not divisible by "
+            "parallel.context=4",
+            "parallel.context_attention=ring, or parallel.context=1 or 2",
+        ),
+        (
+            "parallel.context=4 parallel.context_attention=ring model.attention_softcap=5",
+            "model.attention_softcap=5.0 with parallel.context_attention=ring: a ring merges scores that have no soft "
+            "cap",
+            "parallel.context_attention=heads",
+        ),
+        (
+            "parallel.context=4 parallel.model=4 model.attention_softcap=5",
+            "model.attention_softcap=5.0 with parallel.context=4, where model.heads=8 over parallel.model=4 is not "
+            "divisible by parallel.context=4: a ring merges scores that have no soft cap",
+            "parallel.context=1 or 2",
+        ),
+        (
+            f"{MOE} model.mlp.capacity=1.0 parallel.context=4",
+            "model.mlp.group=null with parallel.context=4: tokens that share an expert's capacity would be on several "
+            "devices",
+            "model.mlp.group=16, or model.mlp.capacity=none model.mlp.group=null",
+        ),
+        (
+            f"{MOE} model.mlp.group=16 parallel.context=4 parallel.context_attention=ring",
+            "model.mlp.group=16 with parallel.context=4: tokens that share an expert's capacity would be on several "
+            "devices",
+            "model.mlp.group=4 or 8, or model.mlp.capacity=none model.mlp.group=null",
+        ),
+        (
+            "parallel.context=2 parallel.partitioner=types",
+            "parallel.partitioner=types with parallel.context=2: devices exchange heads or send keys around, which "
+            "sharding types do not describe",
+            "parallel.partitioner=auto",
+        ),
+        (
             f"{MOE} parallel.expert=3",
             "model.mlp.experts=8 is not divisible by parallel.expert=3",
             "parallel.expert=2 or 4, or model.mlp.experts=6 or 9",

@@ -127,13 +127,16 @@ def on_torus(layout: Layout, *dims: int, slices: int = 1) -> dict[str, int]:
     return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
-def test_data_and_expert_are_two_axes_where_no_dimension_of_the_torus_holds_it():
+def test_data_expert_and_context_are_two_axes_where_no_dimension_of_the_torus_holds_it():
     assert on_torus(Layout(data=4, model=4), 4, 4) == {"data": 4, "model": 4}
     assert on_torus(Layout(data=8, model=2), 4, 4) == {"data0": 2, "data1": 4, "model": 2}
     assert on_torus(Layout(data=64), 4, 4, 4) == {"data0": 16, "data1": 4}
     assert on_torus(Layout(data=8, expert=8), 4, 4, 4) == {"data0": 2, "data1": 4, "expert0": 2, "expert1": 4}
     assert on_torus(Layout(data=8, expert=2), 4, 4) == {"data0": 2, "data1": 4, "expert": 2}
     assert on_torus(Layout(expert=8), 2, 2, 2) == {"expert0": 4, "expert1": 2}
+    assert on_torus(Layout(data=4, context=4), 4, 4) == {"data": 4, "context": 4}
+    assert on_torus(Layout(context=8), 2, 2, 2) == {"context0": 4, "context1": 2}
+    assert on_torus(Layout(data=2, context=4), 2, 2, 2) == {"data": 2, "context0": 2, "context1": 2}
     assert on_torus(Layout(data=96), 12, 8) == {"data0": 8, "data1": 12}  # the long ring is the inner one
 
 

@@ -56,6 +56,8 @@ def runs(draw):
         "replica": draw(st.sampled_from([1, 2])),
         "data": draw(degree),
         "expert": draw(st.sampled_from([1, 2, 4, 8])),
+        "context": draw(st.sampled_from([1, 2, 4])),
+        "context_attention": "heads",
         "model": draw(degree),
         "microbatches": draw(st.sampled_from([1, 2, 4])),
         "zero": draw(st.integers(0, 3)),
