@@ -343,7 +343,7 @@ class Plan:
     def batch_specs(self) -> Batch:
         """PartitionSpecs of a batch's fields; fields that a batch lacks have one too, which jax ignores.
 
-        Devices along `context` have whole rows, and take their own tokens from them: `ops.context.local_batch`."""
+        Devices along `context` have whole rows, and each takes its own tokens: models/context.py, `local_batch`."""
         return Batch(**{each.name: self.row_spec for each in dataclasses.fields(Batch)})
 
     def sharding(self, specs: Tree) -> Tree:
