@@ -5,7 +5,7 @@ from typing import NamedTuple
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.layer_trace import Pass, trace_layers
-from spmd_lm.cost_model.sizes import tokens_per_device
+from spmd_lm.cost_model.sizes import rows_per_device, tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.padding import padded_vocab
@@ -28,7 +28,7 @@ def layer_seconds(config: RunConfig, plan: Plan, kernels: Kernels, *, weight_cop
     weight_copies: copies of a layer's weights each time that it runs: out of their stack, and packed for matmuls."""
     weights = plan.elements_per_device("blocks", gathered=True) / (config.model.unique_layers / plan.layout.pipe)
     copies = kernels.traffic(2 * weight_copies * weights * kernels.size)
-    rows = tokens_per_device(config, plan.layout) / config.model.context
+    rows = rows_per_device(config, plan.layout)
     forward = backward = 0.0
     for of_kind, share, traced in trace_layers(config, plan):
         m = of_kind.model

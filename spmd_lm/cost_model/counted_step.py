@@ -11,7 +11,7 @@ from spmd_lm.axes import MODEL
 from spmd_lm.config.mlp import MoE
 from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.cost_model.layer_trace import has_own_block
-from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, shares_of_kinds, tokens_per_device
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, rows_per_device, shares_of_kinds, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -125,7 +125,7 @@ class Step:
         self.config, self.plan, self.runs = config, plan, _runs(config, plan)
         self.compute, self.accum_dtype = config.precision.compute, at_least_float32(config.precision.compute)
         self.layers = config.model.layers // plan.layout.pipe
-        self.tokens = tokens_per_device(config, plan.layout)
+        self.rows, self.tokens = rows_per_device(config, plan.layout), tokens_per_device(config, plan.layout)
         # One microbatch's residual stream with the whole sequence: A.
         self.activations = self.compute, self.tokens * config.model.width
         # Share of a chunk's layers outside of loops: all if unrolled; with prefetch the last period, or both of two, as

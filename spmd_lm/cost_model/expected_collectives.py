@@ -18,7 +18,7 @@ from typing import NamedTuple
 from spmd_lm.axes import MESH_AXES, PIPE, TOKEN_AXES
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.cost_model import expert_collectives
+from spmd_lm.cost_model import context_collectives, expert_collectives
 from spmd_lm.cost_model.counted_step import ExpectedCollective, Step, Unneeded
 from spmd_lm.cost_model.layer_trace import Sent, has_own_block, trace_layers
 from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, wire_itemsize
@@ -31,7 +31,15 @@ def expected_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollecti
     """Collectives of one train step under `plan`; none over axes of one device."""
     step = Step(config, plan)
     over_model = (_embedding, _blocks, _head) if plan.layout.model > 1 else ()
-    sources = (_stage_sends, *over_model, expert_collectives.experts, _zero, _gradient_sums, _scalars)
+    sources = (
+        _stage_sends,
+        *over_model,
+        expert_collectives.experts,
+        context_collectives.over_context,
+        _zero,
+        _gradient_sums,
+        _scalars,
+    )
     return [row for source in sources for row in source(step)]
 
 
@@ -41,7 +49,7 @@ def _stage_sends(step: Step) -> Iterator[ExpectedCollective]:
     n, sequence = step.plan.layout.model, step.plan.sequence
     if not step.runs.stage_sends:
         return
-    slices = n if sequence or step.config.model.context % n == 0 else 1
+    slices = n if sequence or step.config.model.context // step.plan.layout.context % n == 0 else 1
     formula = "A, a tick and direction" if slices == 1 else f"A/{slices}, a tick and direction"
     sent = step.compute, step.tokens * step.config.model.width / slices
     yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", sent, step.runs.stage_sends, formula)
@@ -100,14 +108,14 @@ def _runs_of_branches(step: Step) -> dict[str, _BranchRuns]:
 
 def _own_blocks(step: Step) -> Iterator[ExpectedCollective]:
     """Collectives of the user's block, by its trace."""
-    runs, rows = step.runs, step.tokens // step.config.model.context
+    runs = step.runs
     counts = Counter[Sent]()
     for _, share, traced in trace_layers(step.config, step.plan, fused=False):
         backward = runs.layer_passes
         for passes, sent in ((runs.forward_passes + backward, traced.forward.sent), (backward, traced.backward.sent)):
             counts.update({each: share * passes * count for each, count in sent.items() if passes})
     for (kind, axes, dtype, elements), count in counts.items():
-        yield step.row(kind, axes, "blocks", (dtype, elements * rows), count, "as the block's code sends it")
+        yield step.row(kind, axes, "blocks", (dtype, elements * step.rows), count, "as the block's code sends it")
 
 
 def _blocks(step: Step) -> Iterator[ExpectedCollective]:

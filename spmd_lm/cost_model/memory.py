@@ -15,7 +15,7 @@ from spmd_lm.cost_model import logit_chunks
 from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.layer_trace import trace_layers
-from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, stream_bytes, tokens_per_device
+from spmd_lm.cost_model.sizes import at_least_float32, dtype_bytes, rows_per_device, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import bytes_of_moments
@@ -231,7 +231,7 @@ class _Step:
         dtype = at_least_float32(config.precision.compute) if compiler.computes_in_float32 else ""
         kinds = trace_layers(config, plan, dtype=dtype, lanes=compiler.lanes)
         traces = [traced for _, _, traced in kinds]
-        rows, layers = self.tokens / config.model.context, config.layers_per_chunk
+        rows, layers = rows_per_device(config, plan.layout), config.layers_per_chunk
         self.stream = stream_bytes(config, plan, dtype)
         saved = sum(share * (rows * traced.saved + traced.saved_once) for _, share, traced in kinds)
         block = config.remat_policy.layers_per_remat_block

@@ -32,7 +32,7 @@ from spmd_lm.cost_model.counted_step import ExpectedCollective
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.layer_trace import has_own_block, trace_layers
-from spmd_lm.cost_model.sizes import dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.sizes import dtype_bytes, rows_per_device, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import Embedding
@@ -173,12 +173,12 @@ def _per_layer(
 ) -> list[dict[str, Any]]:
     """Collectives of the user's block in one layer, forward and backward: in its code, and compiled; in units of a
     microbatch's whole residual stream."""
-    tokens = tokens_per_device(config, plan.layout)
-    stream = tokens * config.model.width * dtype_bytes(config.precision.compute)
+    rows = rows_per_device(config, plan.layout)
+    stream = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
     code, sent, predicted = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for _, share, traced in trace_layers(config, plan, fused=False):
         for each, count in (traced.forward.sent + traced.backward.sent).items():
-            streams = tokens // config.model.context * each.elements * dtype_bytes(each.dtype) / stream
+            streams = rows * each.elements * dtype_bytes(each.dtype) / stream
             code[each.kind, each.axes] += share * count * streams
     for total, collectives in ((sent, found), (predicted, expected)):
         for row in collectives:

@@ -18,7 +18,7 @@ from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
-from spmd_lm.cost_model.sizes import dtype_bytes, stream_bytes, tokens_per_device
+from spmd_lm.cost_model.sizes import dtype_bytes, rows_per_device, slots_per_device, stream_bytes
 from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
@@ -82,7 +82,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": tokens_per_device(config, plan.layout) // m.context,
+            "sequences_per_device_and_microbatch": rows_per_device(config, plan.layout),
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
@@ -120,10 +120,11 @@ def _describe_experts(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     described = []
     for model in dict.fromkeys(config.model.of_each_kind):
         if moe := model.moe:
-            group = moe.group or model.context
+            group = moe.group or model.context // plan.layout.context
             slots = moe.slots(group)
-            of_a_device = tokens_per_device(config, plan.layout) // group * moe.experts * slots
-            size = of_a_device * model.width * dtype_bytes(config.precision.compute)
+            size = (
+                slots_per_device(config, plan.layout, model, moe) * model.width * dtype_bytes(config.precision.compute)
+            )
             keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")}
             used = moe.experts * slots / (moe.per_token * group)
             described.append(keys | {"group": group, "slots": slots, "slots_per_choice": used, "buffer_bytes": size})

@@ -20,7 +20,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.counted_step import layer_passes
 from spmd_lm.cost_model.layer_trace import trace_layers
-from spmd_lm.cost_model.sizes import tokens_per_device
+from spmd_lm.cost_model.sizes import rows_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.ops.attention_spec import unmasked_scores
@@ -164,7 +164,7 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     """FLOPs of fused attention on a device in a step, which the program's text does not show: forward, backward and
     recomputed, over unmasked scores."""
     total, (ahead, passes) = 0.0, layer_passes(config, plan)
-    rows = tokens_per_device(config, plan.layout) / config.model.context
+    rows = rows_per_device(config, plan.layout)
     for of_kind, share, traced in trace_layers(config, plan):
         m, forward, backward = of_kind.model, traced.forward.attention_flops, traced.backward.attention_flops
         again = forward if config.remat_policy.layers_per_remat_block > 1 else 0.0
