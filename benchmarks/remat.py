@@ -67,7 +67,7 @@ def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology)
     forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
     saved = forward.outvars[forward.params["num_carry"] :]
     bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in saved) / DEPTHS[0] / BATCHES[0]
-    return trace_layer(c, program.plan, fused=a.attention != "xla").saved, bytes_
+    return trace_layer(c, program.plan, kernel=a.attention).saved, bytes_
 
 
 def compiled(a: argparse.Namespace, policy: str, sequence: bool) -> float:

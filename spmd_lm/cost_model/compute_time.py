@@ -7,7 +7,6 @@ from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.layer_trace import Pass, trace_layers
 from spmd_lm.cost_model.sizes import rows_per_device, tokens_per_device
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
-from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -30,20 +29,16 @@ def layer_seconds(config: RunConfig, plan: Plan, kernels: Kernels, *, weight_cop
     copies = kernels.traffic(2 * weight_copies * weights * kernels.size)
     rows = rows_per_device(config, plan.layout)
     forward = backward = 0.0
-    for of_kind, share, traced in trace_layers(config, plan):
-        m = of_kind.model
-        unmasked = rows * unmasked_scores(m.context, m.causal, m.span)
-        of_forward, of_backward = (
-            _seconds(each, kernels, rows, unmasked) for each in (traced.forward, traced.backward)
-        )
+    for _, share, traced in trace_layers(config, plan):
+        of_forward, of_backward = (_seconds(each, kernels, rows) for each in (traced.forward, traced.backward))
         if config.remat_policy.layers_per_remat_block > 1:
             of_backward += of_forward
         forward, backward = forward + share * of_forward, backward + share * of_backward
     return LayerSeconds(forward + copies, backward + copies)
 
 
-def _seconds(traced: Pass, kernels: Kernels, rows: float, unmasked: float) -> float:
-    attention = kernels.attention(unmasked * traced.attention_flops) if traced.attention_flops else 0.0
+def _seconds(traced: Pass, kernels: Kernels, rows: float) -> float:
+    attention = kernels.attention(rows * traced.attention_flops) if traced.attention_flops else 0.0
     products = sum(each.times * kernels.product(each.of_rows(rows)) for each in traced.products)
     return products + attention + kernels.traffic(rows * traced.traffic) + traced.fusions * kernels.overhead
 

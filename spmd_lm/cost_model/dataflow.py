@@ -23,6 +23,8 @@ ALIASES = {"optimization_barrier", "copy", "copy_p", "name", "sharding_constrain
 """Primitives whose results are their operands."""
 VIEWS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 """Primitives whose results, unless they are smaller, are not written to memory: what reads them reads their operand."""
+IN_PLACE = {"dynamic_update_slice"}
+"""Primitives that change a part of their operand, in its place."""
 KIND_OF_PRIMITIVE = {
     "psum": ALL_REDUCE,
     "psum_invariant": ALL_REDUCE,
@@ -195,8 +197,12 @@ class Dataflow:
             roots = frozenset().union(*(value.roots for value in inputs))
             level = max((value.level for value in inputs), default=0) + operation.is_kernel
             operation.outputs += [_value(variable.aval, roots, backward, level) for variable in equation.outvars]
-            if name in VIEWS and operation.outputs[0].bytes >= inputs[0].base.bytes:
+            if name in VIEWS | IN_PLACE and operation.outputs[0].bytes >= inputs[0].base.bytes:
                 operation.outputs[0].view_of = inputs[0].base
+            if equation.primitive is lax.scan_p:  # what it carries stays in its place
+                first, size = params["num_consts"], params["num_carry"]
+                for x, out in zip(inputs[first : first + size], operation.outputs[:size], strict=True):
+                    out.view_of = x.base if x.roots else None
             self.operations.append(operation)
             self._known[key] = operation.outputs
         return self._known[key]

@@ -110,7 +110,7 @@ def _own_blocks(step: Step) -> Iterator[ExpectedCollective]:
     """Collectives of the user's block, by its trace."""
     runs = step.runs
     counts = Counter[Sent]()
-    for _, share, traced in trace_layers(step.config, step.plan, fused=False):
+    for _, share, traced in trace_layers(step.config, step.plan, kernel="xla"):
         backward = runs.layer_passes
         for passes, sent in ((runs.forward_passes + backward, traced.forward.sent), (backward, traced.backward.sent)):
             counts.update({each: share * passes * count for each, count in sent.items() if passes})

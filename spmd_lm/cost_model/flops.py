@@ -18,6 +18,7 @@ from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model,
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.layer_trace import Pass, trace_layers
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
+from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.plan import Plan
 
 
@@ -42,10 +43,11 @@ def train_step(config: RunConfig, plan: Plan) -> float:
 def _layers(config: RunConfig, plan: Plan | None) -> tuple[float, float]:
     """FLOPs of all layers, forward and backward, over one sequence; attention's backward counts twice its forward."""
     forward = backward = 0.0
-    for of_kind, share, traced in trace_layers(config, plan, fused=True, remat=RematPolicy("none"), sharded=False):
+    for of_kind, share, traced in trace_layers(config, plan, kernel="traced", remat=RematPolicy("none"), sharded=False):
         m, layers = of_kind.model, share * config.model.layers
         keys = m.context if m.span is None else m.span if m.causal else 2 * m.span - 1
-        attention = traced.forward.attention_flops * min(1, keys / m.context)
+        square = traced.forward.attention_flops / unmasked_scores(m.context, m.causal, m.span)
+        attention = square * min(1, keys / m.context)
         forward += layers * (_of_products(traced.forward, m) + attention)
         backward += layers * (_of_products(traced.backward, m) + 2 * attention)
     return forward, backward

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import is_spec
@@ -27,6 +28,7 @@ from spmd_lm.cost_model.dataflow import (
     PRODUCTS,
     VIEWS,
     Dataflow,
+    Kernel,
     Operation,
     Value,
     equations,
@@ -45,6 +47,8 @@ from spmd_lm.parallel.trees import Tree, drop_residuals, exclude, merge, subset_
 
 ATTENTION_PRODUCTS = {"fused_attention": 2, "fused_attention_vjp": 5}
 """Matmuls of a fused kernel, each as large as the scores'; backward recomputes the scores."""
+OF_OPERATIONS = "xla", "chunked"
+"""Attention kernels that are made of XLA's operations, and traced as such."""
 PARAMS, X, GRADIENT, INDEX, BATCH = "parameters", "x", "gradient of y", "index of the layer", "batch"
 
 
@@ -82,8 +86,8 @@ class Pass(NamedTuple):
     """Forward, or backward with its recomputation, of one row on one device.
 
     products: matmuls, except those of fused attention.
-    attention_flops: FLOPs of fused attention, over the full square of scores.
-    traffic: bytes that fused elementwise operations read and write.
+    attention_flops: FLOPs of fused attention, over scores that no mask or window hides.
+    traffic: bytes that fused elementwise operations read and write, in loops each time.
     fusions: number of these.
     peak: most bytes of activations that it makes and holds at once.
     sent: how often it sends each collective, by the layer's code."""
@@ -118,19 +122,19 @@ def has_own_block(config: RunConfig) -> bool:
 
 
 def trace_layers(
-    config: RunConfig, plan: Plan | None, *, fused: bool | None = None, **options: Any
+    config: RunConfig, plan: Plan | None, *, kernel: str | None = None, **options: Any
 ) -> list[tuple[RunConfig, float, LayerTrace]]:
     """For each layer of a period: (the run as if all layers were of its kind, its share of the layers, its cost).
 
-    fused: whether one kernel computes attention; default: the platform's choice.
+    kernel: the attention kernel; default: the platform's choice.
     options: those of `trace_layer`."""
     traced = []
     for place, (of_kind, share) in enumerate(zip(config.of_each_kind, shares_of_kinds(config), strict=True)):
-        one = fused
+        one = kernel
         if one is None:
             assert plan
-            one = choose_kernel(of_kind, plan.platform, plan.device_kind).kernel != "xla"
-        traced.append((of_kind, share, trace_layer(of_kind, plan, config.stack_path(place), fused=one, **options)))
+            one = choose_kernel(of_kind, plan.platform, plan.device_kind).kernel
+        traced.append((of_kind, share, trace_layer(of_kind, plan, config.stack_path(place), kernel=one, **options)))
     return traced
 
 
@@ -139,7 +143,7 @@ def trace_layer(
     plan: Plan | None,
     stack: tuple[str, ...] = ("blocks",),
     *,
-    fused: bool = False,
+    kernel: str = "xla",
     dtype: str = "",
     remat: RematPolicy | None = None,
     sharded: bool = True,
@@ -149,13 +153,14 @@ def trace_layer(
 
     plan: determines what is trained, and a device's shards; None for all, on one device.
     stack: the layers' path among the parameters of `plan`.
-    fused: whether one kernel computes attention.
+    kernel: the attention kernel; all fused ones are traced alike.
     dtype: the compute dtype; default the run's.
     remat: default the run's policy; of `block`, that of a layer within a remat block.
     sharded: whether the device has its shards of a layer, or all of it.
     lanes: the features of a head are padded to a multiple of it, in memory."""
     p, remat, gathers = config.precision, remat or config.remat_policy, False
-    key: Any = config.model, config.objective, config.adapter, packs_documents(config.data), p, dtype, fused
+    kernel = kernel if kernel in OF_OPERATIONS else "traced"
+    key: Any = config.model, config.objective, config.adapter, packs_documents(config.data), p, dtype, kernel
     trains, of_shards = None, plan if sharded else None
     if plan is not None:
         trains = functools.partial(plan.trains, *stack)
@@ -169,7 +174,7 @@ def trace_layer(
         inside = _policy_inside(remat, gathers=gathers)
         if (flow := _FLOWS.get((key, inside))) is None:
             _bound(_FLOWS)
-            kernel, in_dtype = "traced" if fused else "xla", jnp.dtype(dtype or p.compute)
+            in_dtype = jnp.dtype(dtype or p.compute)
             flow = _FLOWS[key, inside] = _flow(config, of_shards, trains, in_dtype, kernel, inside)
         _bound(_TRACES)
         trace = _TRACES[key, remat, lanes] = flow.under(remat).cost(lanes)
@@ -334,20 +339,44 @@ def _pass(traced: _LayerFlow, backward: bool, lanes: int) -> Pass:
     flow, gradients, _ = traced
     operations = [each for each in flow.operations if each.backward == backward]
     kernels = flow.kernels(operations)
+    work, attention = _elementwise(kernels, lanes, gradients), sum(map(_attention_flops, operations))
+    return Pass(_merged(operations, traced.products_of_gradients), attention, *work, _sent(operations))
+
+
+class _Elementwise(NamedTuple):
+    """The fields of Pass."""
+
+    traffic: float
+    fusions: int
+    peak: float
+
+
+def _elementwise(kernels: list[Kernel], lanes: int, gradients: frozenset[Value] = frozenset()) -> _Elementwise:
     last = {value: i for i, kernel in enumerate(kernels) for value in kernel.read}
     ends, alive, peak, fusions, traffic = Counter[int](), 0, 0, 0, 0
     for i, kernel in enumerate(kernels):
-        made = [value for value in kernel.written if _is_activation(value) and value not in gradients]
-        if made and not kernel.operations[0].is_kernel:
+        made, (first, *_) = (value for value in kernel.written if _is_activation(value)), kernel.operations
+        made = [value for value in made if value not in gradients]
+        if made and not first.is_kernel:
             fusions += 1
             traffic += sum(value.bytes for value in (*filter(_is_activation, kernel.read), *made))
         for value in made:
             ends[last.get(value, len(kernels))] += _bytes(value, lanes)
         alive += sum(_bytes(value, lanes) for value in made)
         peak = max(peak, alive)
+        if first.equation.primitive is lax.scan_p and (turns := first.equation.params["length"]):
+            turn = _turn(first.equation, lanes)
+            fusions, traffic = fusions + turns * turn.fusions, traffic + turns * turn.traffic
+            peak = max(peak, alive + turn.peak)
         alive -= ends[i]
-    attention = sum(map(_attention_flops, operations))
-    return Pass(_merged(operations, traced.products_of_gradients), attention, traffic, fusions, peak, _sent(operations))
+    return _Elementwise(traffic, fusions, peak)
+
+
+def _turn(scan: Any, lanes: int) -> _Elementwise:
+    """One turn of a loop, beside what it carries."""
+    body = scan.params["jaxpr"]
+    flow = Dataflow(body, [X] * len(body.jaxpr.invars), gradient="")
+    return _elementwise(flow.kernels(flow.operations), lanes)
 
 
 def _merged(operations: list[Operation], of_gradients: frozenset[Value]) -> tuple[TracedProduct, ...]:
@@ -401,8 +430,12 @@ def _products(operation: Operation, of_gradients: frozenset[Value]) -> Iterator[
 
 
 def _attention_flops(operation: Operation) -> float:
-    products = ATTENTION_PRODUCTS.get(operation.equation.primitive.name, 0)
+    return sum(times * _flops_of_kernel(each) for each, times in equations(operation.equation))
+
+
+def _flops_of_kernel(equation: Any) -> float:
+    products = ATTENTION_PRODUCTS.get(equation.primitive.name, 0)
     if not products:
         return 0.0
-    rows, time, heads, width = operation.inputs[0].shape
-    return products * 2.0 * rows * heads * time**2 * width
+    rows, time, heads, width = equation.invars[0].aval.shape
+    return products * 2.0 * rows * heads * time**2 * equation.params["unmasked"] * width

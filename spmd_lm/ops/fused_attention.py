@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Primitive
 
-from spmd_lm.ops.attention_spec import AttentionSpec, Pairs
+from spmd_lm.ops.attention_spec import AttentionSpec, Pairs, unmasked_scores
 
 # ---- cuDNN
 
@@ -140,17 +140,19 @@ fused_attention_vjp_p = Primitive("fused_attention_vjp")
 for _primitive in (fused_attention_p, fused_attention_vjp_p):
     _primitive.multiple_results = True
 fused_attention_p.def_abstract_eval(
-    lambda q, k, v: (q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.dtype("float32")))
+    lambda q, k, v, unmasked: (q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.dtype("float32")))
 )
-fused_attention_vjp_p.def_abstract_eval(lambda q, k, v, out, logsumexp, d_out: (q, k, v))
+fused_attention_vjp_p.def_abstract_eval(lambda q, k, v, out, logsumexp, d_out, unmasked: (q, k, v))
 
 
 def traced_forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec) -> tuple[Array, Array]:
     """Stands for any such kernel in a trace, with its reads and writes; cannot be compiled."""
-    return tuple(fused_attention_p.bind(q, k, v))
+    unmasked = unmasked_scores(q.shape[1], spec.causal, spec.span)
+    return tuple(fused_attention_p.bind(q, k, v, unmasked=unmasked))
 
 
 def traced_backward(
     q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    return tuple(fused_attention_vjp_p.bind(q, k, v, out, logsumexp, d_out))
+    unmasked = unmasked_scores(q.shape[1], spec.causal, spec.span)
+    return tuple(fused_attention_vjp_p.bind(q, k, v, out, logsumexp, d_out, unmasked=unmasked))

@@ -176,7 +176,7 @@ def _per_layer(
     rows = rows_per_device(config, plan.layout)
     stream = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
     code, sent, predicted = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
-    for _, share, traced in trace_layers(config, plan, fused=False):
+    for _, share, traced in trace_layers(config, plan, kernel="xla"):
         for each, count in (traced.forward.sent + traced.backward.sent).items():
             streams = rows * each.elements * dtype_bytes(each.dtype) / stream
             code[each.kind, each.axes] += share * count * streams

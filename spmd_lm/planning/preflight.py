@@ -23,7 +23,6 @@ from spmd_lm.cost_model.layer_trace import trace_layers
 from spmd_lm.cost_model.sizes import rows_per_device
 from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.errors import CompilerError, ConfigError
-from spmd_lm.ops.attention_spec import unmasked_scores
 from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
@@ -165,11 +164,11 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     recomputed, over unmasked scores."""
     total, (ahead, passes) = 0.0, layer_passes(config, plan)
     rows = rows_per_device(config, plan.layout)
-    for of_kind, share, traced in trace_layers(config, plan):
-        m, forward, backward = of_kind.model, traced.forward.attention_flops, traced.backward.attention_flops
+    for _, share, traced in trace_layers(config, plan):
+        forward, backward = traced.forward.attention_flops, traced.backward.attention_flops
         again = forward if config.remat_policy.layers_per_remat_block > 1 else 0.0
         flops = ahead * forward + passes * (forward + again + backward)
-        total += share * rows * unmasked_scores(m.context, m.causal, m.span) * flops
+        total += share * rows * flops
     return total
 
 
