@@ -46,6 +46,9 @@ def _backward(spec, kernel, saved, d_out):
     return *kernel.backward(q, k, v, pairs, spec, out, logsumexp, d_out), None
 
 
+run_kernel.defvjp(_forward, _backward)
+
+
 def attention(
     q: Array,
     k: Array,
