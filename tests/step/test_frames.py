@@ -31,7 +31,7 @@ def package_frames() -> list[str]:
     [(True, 1), (False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 2), (False, 1)])],
 )
 def test_the_step_is_shallow(scan, microbatches, remat, monkeypatch):
-    """The matmuls of queries, keys and values in ops/dense_attention.py are einsums, which jax turns into dot_general."""
+    """The products of queries, keys and values in ops/dense_attention.py are einsums, which jax makes dot_general."""
     paths, einsum = [], jnp.einsum
 
     def recording_einsum(*args, **options):
