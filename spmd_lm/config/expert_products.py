@@ -11,14 +11,14 @@ from spmd_lm.config.schema import RunConfig
 BUFFERS = "buffers"
 
 
-class GroupedProduct(NamedTuple):
+class ProductLimits(NamedTuple):
     """The limits of a grouped product."""
 
     platform: str
     dtypes: tuple[str, ...]
 
 
-GROUPED_PRODUCTS = {"megablox": GroupedProduct("tpu", ("bfloat16", "float32"))}
+GROUPED_PRODUCTS = {"megablox": ProductLimits("tpu", ("bfloat16", "float32"))}
 
 
 class ProductChoice(NamedTuple):

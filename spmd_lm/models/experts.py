@@ -28,7 +28,6 @@ from spmd_lm.ops.experts import (
     make_routes,
     matmul_of_each,
     router_logits,
-    row_tile,
     sort_by_expert,
     to_experts,
 )
@@ -71,7 +70,7 @@ def _of_rows(rows: int, sizes: jax.Array, context: BlockContext) -> tuple[Callab
     def add_biases(y: jax.Array, biases: nnx.Param | jax.Array | None) -> jax.Array:
         return y if biases is None else y + biases_of_rows(biases[...], expert_of)
 
-    return functools.partial(GROUPED[context.expert_product], sizes=sizes), add_biases
+    return functools.partial(GROUPED[context.expert_product].matmul, sizes=sizes), add_biases
 
 
 def _on_first_shard(x: jax.Array) -> jax.Array:
@@ -148,7 +147,8 @@ class MixtureOfExperts(nnx.Module):
         self, x: jax.Array, gates: jax.Array, chosen: jax.Array, group: int, context: BlockContext
     ) -> tuple[jax.Array, Routes]:
         rows, chosen, gates = (each.reshape(-1, each.shape[-1]) for each in (x, chosen, gates))
-        routes, sizes = sort_by_expert(chosen, self.moe.experts, group, row_tile(chosen.size, self.moe.experts))
+        tile = GROUPED[context.expert_product].row_tile(chosen.size, self.moe.experts)
+        routes, sizes = sort_by_expert(chosen, self.moe.experts, group, tile)
         out = self.experts(dispatch(rows, routes), context, sizes)
         return combine(out, gates, routes).reshape(x.shape), routes
 

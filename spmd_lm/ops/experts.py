@@ -193,12 +193,23 @@ def _megablox(x: Array, w: Array, sizes: Array, *, transpose: bool = False, inte
     return ops.gmm(x, w, sizes, x.dtype, tiles, None, None, transpose, interpret)
 
 
+def _one_row(rows: int, experts: int) -> int:
+    return 1
+
+
 def _traced(x: Array, w: Array, sizes: Array, *, transpose: bool = False) -> Array:
     """Stands for any grouped product in a trace.  Compiled it would multiply every row by every matrix, but on TPUs,
     and there for the gradient of w."""
     return lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes)
 
 
-GROUPED: dict[str, Callable[..., Array]] = {"megablox": _megablox, "traced": _traced}
-"""Products of rows x [S, width] in the order of their experts, `sizes` of each, with w [E, width, other]; with
-`transpose`, of x [S, other] with each w transposed."""
+class GroupedProduct(NamedTuple):
+    """matmul: (x, w, sizes, transpose=False), rows x [S, width] in the order of their experts, `sizes` of each, times
+    w [E, width, other]; with `transpose`, x [S, other] times each w transposed.  row_tile: (choices, E), of which S has
+    to be a multiple."""
+
+    matmul: Callable[..., Array]
+    row_tile: Callable[[int, int], int]
+
+
+GROUPED = {"megablox": GroupedProduct(_megablox, row_tile), "traced": GroupedProduct(_traced, _one_row)}

@@ -133,9 +133,9 @@ def test_a_grouped_product_is_that_of_buffers(product, tokens, widths):
     options = {"interpret": True} if product == "megablox" else {}
 
     def grouped(x, up, bias, down, gates):
-        routes, sizes = sort_by_expert(chosen, EXPERTS, tokens, row_tile(chosen.size, EXPERTS))
+        routes, sizes = sort_by_expert(chosen, EXPERTS, tokens, GROUPED[product].row_tile(chosen.size, EXPERTS))
         expert_of = jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=len(routes.token_in))
-        matmul = functools.partial(GROUPED[product], sizes=sizes, **options)
+        matmul = functools.partial(GROUPED[product].matmul, sizes=sizes, **options)
         h = jnp.sin(matmul(dispatch(x, routes), up) + biases_of_rows(bias, expert_of))
         return combine(matmul(h, down, transpose=True), gates, routes)
 

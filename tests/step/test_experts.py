@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.axes import EXPERTS
-from spmd_lm.config.expert_products import GROUPED_PRODUCTS, GroupedProduct
+from spmd_lm.config.expert_products import GROUPED_PRODUCTS, ProductLimits
 from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.models import experts
@@ -94,7 +94,7 @@ GROUPED = {
 @pytest.mark.parametrize(("parallel", "moe", "remat"), GROUPED.values(), ids=GROUPED)
 def test_a_layout_with_grouped_products_computes_the_reference(parallel, moe, remat, monkeypatch):
     """With a product that has float64; evaluation has it too."""
-    monkeypatch.setitem(GROUPED_PRODUCTS, "traced", GroupedProduct("cpu", ("float64",)))
+    monkeypatch.setitem(GROUPED_PRODUCTS, "traced", ProductLimits("cpu", ("float64",)))
     activation = {"activation": "swiglu"} if moe.get("shared_gate") else {}
     config = config_of(parallel, moe | {"capacity": "none"}, **activation)
     config = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": remat})})
