@@ -115,13 +115,11 @@ def test_a_tpu_multiplies_the_tokens_that_there_are():
         config = make_config(
             model=sizes | mlp,
             parallel={"data": 2, "model": 2, "sequence": True, "zero": 3},
-            remat={"policy": "full"},
+            remat={"policy": "none"},
             precision=BF16,
             train={"batch": 16},
         )
         step = audit_step(config, compilable("v5p:2x2x1"))
         assert step.report["ok"], render(step.report)
         flops[step.program.model.expert_products] = compiled_flops(step.module)
-        planned = sum(memory for name, memory in step.report["memory"].items() if isinstance(memory, int | float))
-        print(step.report["memory"], planned)
     assert flops[("megablox",)] == pytest.approx(flops[()], rel=0.03)
