@@ -9,6 +9,7 @@ from spmd_lm.axes import BATCH_AXES, EXPERTS, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.own_modules import modules_of
@@ -115,28 +116,29 @@ def active_count(config: RunConfig, plan: Plan) -> int:
 
 
 def _describe_experts(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Each kind of layer with experts: tokens of a group, slots that an expert has for them, slots for each that is
-    used if all are, and bytes of a layer's buffers on a device."""
-    described = []
-    for model in dict.fromkeys(config.model.of_each_kind):
+    """Each kind of layer with experts: the formulation of its products, and why; tokens of a group, slots that an
+    expert has for them, slots for each that is used if all are, and bytes of a layer's slots on a device."""
+    described, choices = [], {each.model: choose_product(each, plan.platform) for each in config.of_each_kind}
+    for model, choice in choices.items():
         if moe := model.moe:
             group = moe.group or model.context
             slots = moe.slots(group)
-            of_a_device = tokens_per_device(config, plan.layout) // group * moe.experts * slots
-            size = of_a_device * model.width * dtype_bytes(config.precision.compute)
-            keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")}
-            used = moe.experts * slots / (moe.per_token * group)
-            described.append(keys | {"group": group, "slots": slots, "slots_per_choice": used, "buffer_bytes": size})
+            used = moe.experts * slots / (moe.per_token * group) if choice.product == BUFFERS else 1.0
+            size = used * tokens_per_device(config, plan.layout) * moe.per_token * model.width
+            keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")} | choice._asdict()
+            keys |= {"group": group, "slots": slots, "slots_per_choice": used}
+            described.append(keys | {"buffer_bytes": int(size * dtype_bytes(config.precision.compute))})
     return described
 
 
 def _text_of_experts(experts: dict[str, Any]) -> str:
     e = experts
     capacity = "no capacity" if e["capacity"] == "none" else f"capacity {e['capacity']:g}"
-    return (
-        f"{e['experts']}, {e['per_token']} of each token; {capacity}: {e['slots']} slots for {e['group']} "
-        f"tokens, {e['slots_per_choice']:.3g} for each choice, in buffers of {format_bytes(e['buffer_bytes'])} a layer"
-    )
+    text, size = f"{e['experts']}, {e['per_token']} of each token; {capacity}", format_bytes(e["buffer_bytes"])
+    if e["product"] != BUFFERS:
+        return f"{text}: {e['product']}'s products of sorted tokens, {size} a layer ({e['why']})"
+    slots = f"{e['slots']} slots for {e['group']} tokens, {e['slots_per_choice']:.3g} for each choice"
+    return f"{text}: {slots}, in buffers of {size} a layer ({e['why']})"
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
