@@ -1,7 +1,8 @@
 """Costs of an instruction of a compiled program: FLOPs of its matmuls, and bytes to and from memory.
 
 FLOPs are 2 per multiply-add.  On a TPU a matmul is a convolution, whose windows may reach into padding: only positions
-inside of its operand count.  Kernels that are not HLO, such as cuDNN's attention, count no FLOPs."""
+inside of its operand count.  A grouped product counts what its kernel says of itself.  Other kernels that are not HLO,
+such as cuDNN's attention, count no FLOPs."""
 
 import functools
 import math
@@ -61,7 +62,7 @@ class InstructionCosts:
             left, right, *_ = (operand.arrays[0].dims for operand in self.module.operands(computation, i))
             count = _convolved if i.opcode == "convolution" else _contracted
             return 2.0 * math.prod(i.arrays[0].dims) * count(i, left, right)
-        return 0.0
+        return float(found[1]) if i.opcode == "custom-call" and (found := _GROUPED.search(i.attributes)) else 0.0
 
     def _flops_within(self, computation: str) -> float:
         if computation not in self._flops:
@@ -192,6 +193,7 @@ def _is_gemm(i: Instruction) -> bool:
 
 
 _GEMM = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas)')
+_GROUPED = re.compile(r'op_name="[^"]*\bt?gmm\b.*"cost_estimate":\{"flops":"(\d+)"')
 
 
 def _contracted(i: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
+from spmd_lm.config.context_parallel import ring_chunks
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.config.suggest import Obstacle, divisors, nearest, nearest_multiple
@@ -27,6 +28,7 @@ class FusedKernel:
     max_head_width: int | None = None
     context_multiple: int = 1
     packs_causal: bool = True  # causal rows may hold several documents
+    rings_of_padding: bool = True  # around a ring, rows that are not causal may end in padding
     two_way_windows: bool = True  # windows without a causal mask
     soft_caps: bool = True
     deterministic: bool = True  # runs under run.deterministic
@@ -46,6 +48,7 @@ FUSED_KERNELS = {
         8,
         128,
         packs_causal=False,
+        rings_of_padding=False,  # a device without any token would have no key
         two_way_windows=False,
         soft_caps=False,
         deterministic=False,
@@ -55,11 +58,18 @@ FUSED_KERNELS = {
 
 
 def obstacles(
-    kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
+    kernel: FusedKernel,
+    model: Model,
+    compute: str,
+    *,
+    packs: bool = False,
+    chunks: int = 1,
+    deterministic: bool = False,
 ) -> Iterator[Obstacle]:
     """Obstacles to running this model, with one kind of layer, in dtype `compute`.
 
     packs: rows hold several documents.
+    chunks: of a row, that the kernel gets at a time around a ring.
     deterministic: run.deterministic."""
     if deterministic and not kernel.deterministic:
         # On one H200, in 4 of 4 runs, the step raised IndexError (absl raw_hash_map::at).
@@ -88,9 +98,13 @@ def obstacles(
         yield Obstacle("data.pack=true", f"{kernel.name} has no causal mask of documents", "data.pack=false")
     if model.span and not model.causal and not kernel.two_way_windows:
         yield Obstacle(f"span={model.span} of model.period", f"{kernel.name}'s windows are causal", "model.kind=gpt")
-    if model.context % kernel.context_multiple:
+    if chunks > 1 and not model.causal and not kernel.rings_of_padding:
+        reason = f"{kernel.name} has no rows whose other devices may have padding alone"
+        yield Obstacle("parallel.context_attention=ring", reason, "parallel.context_attention=heads")
+    if model.context % (multiple := kernel.context_multiple * chunks):
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
-        yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", kernel.context_multiple))
+        reason += f", and around this ring gets 1/{chunks} of a row" if chunks > 1 else ""
+        yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", multiple))
 
 
 DENSE_ON_CPU = 256
@@ -107,19 +121,20 @@ def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> Ke
     """The kernel for `model.attention` on `platform`, and why, in a run with one kind of layer.  Raises ConfigError for
     an explicit kernel that cannot run there.
     device_kind: jax's; an unknown one counts as new."""
-    asked = config.model.attention
+    asked, chunks = config.model.attention, ring_chunks(config.model, config.parallel)
     name: str = asked
     if asked == "auto":
         name = next((name for name, kernel in FUSED_KERNELS.items() if kernel.platform == platform), "")
     if name not in FUSED_KERNELS:
         if asked != "auto":
             return KernelChoice(asked, "as configured")
-        if platform == "cpu" and config.model.context <= DENSE_ON_CPU:
+        if platform == "cpu" and chunks == 1 and config.model.context <= DENSE_ON_CPU:
             return KernelChoice("xla", f"rows of at most {DENSE_ON_CPU} tokens on a CPU")
         return KernelChoice("chunked", f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
     packs, deterministic = packs_documents(config.data), config.run.deterministic
-    found = obstacles(kernel, config.model, config.precision.compute, packs=packs, deterministic=deterministic)
+    options = {"packs": packs, "chunks": chunks, "deterministic": deterministic}
+    found = obstacles(kernel, config.model, config.precision.compute, **options)
     problems = [f"{o.settings}: {o.reason}" for o in found]
     if device_kind.lower().startswith(kernel.not_on):
         problems.insert(0, f"{kernel.name}'s attention does not run on a {device_kind}")

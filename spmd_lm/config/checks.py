@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from spmd_lm.config import layout_checks
 from spmd_lm.config.adapters import Adapter, NoAdapter
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
+from spmd_lm.config.context_parallel import ring_chunks
 from spmd_lm.config.data_sections import (
     TRAINED_TOKENIZERS,
     CustomData,
@@ -26,7 +27,17 @@ from spmd_lm.config.data_sections import (
     Tokens,
     packs_documents,
 )
-from spmd_lm.config.schema import Checkpoint, MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
+from spmd_lm.config.schema import (
+    Checkpoint,
+    MaskedLM,
+    Model,
+    Objective,
+    OptimizerConfig,
+    Parallel,
+    Precision,
+    Run,
+    Train,
+)
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -357,14 +368,18 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
 
 
 @layout_checks.for_each_kind
-def kernel_supports_model(run: Run, model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
-    """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
+def kernel_supports_model(
+    run: Run, model: Model, precision: Precision, parallel: Parallel, data: Data | Synthetic
+) -> Problems:
+    """Refuses an explicit choice that would fail later; `auto` falls back to the chunked kernel."""
+    asked, chunks = f"{model.attention=!s}", ring_chunks(model, parallel)
+    if model.attention == "xla" and chunks > 1:
+        reason = "the dense kernel does not return its sums of exponentials, by which a ring's results are merged"
+        yield use(f"{asked} in a ring over {parallel.context=}: {reason}", "model.attention=chunked")
     if kernel := FUSED_KERNELS.get(model.attention):
-        packs, deterministic = packs_documents(data), run.deterministic
-        for settings, reason, alternative in obstacles(
-            kernel, model, precision.compute, packs=packs, deterministic=deterministic
-        ):
-            yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
+        options = {"packs": packs_documents(data), "chunks": chunks, "deterministic": run.deterministic}
+        for settings, reason, alternative in obstacles(kernel, model, precision.compute, **options):
+            yield use(f"{asked} with {settings}: {reason}", alternative, "model.attention=chunked")
 
 
 def options_are_deterministic(run: Run) -> Problems:

@@ -28,6 +28,14 @@ def choose_context_attention(model: Model, parallel: Parallel) -> ContextChoice:
     return ContextChoice("heads", "each device gets whole heads, and sends less than in a ring")
 
 
+def ring_chunks(model: Model, parallel: Parallel) -> int:
+    """Chunks of a row that a kernel gets at a time around a ring; 1 without one: it gets whole rows."""
+    chosen = choose_context_attention(model, parallel)
+    if parallel.context == 1 or chosen.form != "ring":
+        return 1
+    return parallel.context * (2 if chosen.is_zigzag(model) else 1)
+
+
 def too_few_heads(model: Model, parallel: Parallel) -> str:
     """Why devices along `context` cannot have as many query heads each, in a layer of a model of one kind; or ''."""
     of_device = f"{model.heads=}" + f" over {parallel.model=}" * (parallel.model > 1)

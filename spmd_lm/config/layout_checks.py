@@ -193,6 +193,17 @@ def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
         yield use(problem, way, "model.mlp.capacity=none model.mlp.group=null")
 
 
+def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
+    """Requires that all stages of a pipeline take part in a ring's permutes."""
+    if parallel.pipe == 1 or parallel.context == 1 or parallel.run_idle_stages:
+        return
+    if not model.heads % parallel.model and choose_context_attention(model, parallel).form == "ring":
+        reason = "a ring's permute would wait for stages that take another branch"
+        enough = not any(too_few_heads(each, parallel) for each in model.of_each_kind)
+        heads = "parallel.context_attention=heads" if enough else ""
+        yield use(f"{parallel.context=} with {parallel.pipe=}: {reason}", heads, "parallel.run_idle_stages=true")
+
+
 def context_is_manual(parallel: Parallel) -> Problems:
     if parallel.partitioner == "types" and parallel.context > 1:
         reason = "devices exchange heads or send keys around, which sharding types do not describe"
@@ -380,6 +391,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     context_divides_rows,
     attention_reaches_over_context,
     context_divides_groups,
+    rings_are_in_no_branch,
     context_is_manual,
     codes_are_of_zero_3,
     secondary_copies_are_gathered_again,

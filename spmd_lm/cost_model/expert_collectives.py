@@ -8,7 +8,6 @@ from spmd_lm.axes import EXPERT
 from spmd_lm.config.mlp import MoE
 from spmd_lm.config.schema import Model
 from spmd_lm.cost_model.counted_step import ExpectedCollective, Step
-from spmd_lm.cost_model.sizes import slots_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 LOSSES = 2
@@ -22,13 +21,19 @@ def experts(step: Step) -> Iterator[ExpectedCollective]:
             yield from _into_the_region(step, share, moe)
 
 
+def slots_per_device(step: Step, model: Model, moe: MoE) -> int:
+    """Slots of one microbatch in a device's buffers for all experts: experts x groups x capacity."""
+    group = moe.group or model.context // step.plan.layout.context
+    return moe.experts * (step.tokens // group) * moe.slots(group)
+
+
 def _exchanges(step: Step, share: float, model: Model, moe: MoE) -> Iterator[ExpectedCollective]:
     """All-to-alls of buffers, there and back, forward and backward; a layer that is recomputed sends them again,
     because the gradient of a token's gates reads what its experts return."""
     if not (axes := step.plan.active_axes(EXPERT)):
         return
     runs, again = step.runs, 2 * step.recomputes_layer
-    slots = slots_per_device(step.config, step.plan.layout, model, moe)
+    slots = slots_per_device(step, model, moe)
     count = (4 + again) * runs.layer_passes + 2 * runs.forward_passes - again * step.unread_outputs
     ahead = ", and 2 ahead of it" if runs.forward_passes else ""
     formula = f"{4 + again}Lm: {slots} slots, 2 forward, 2 backward a layer{ahead}"

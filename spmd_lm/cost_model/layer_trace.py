@@ -21,6 +21,7 @@ from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.adapters import CODED
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective, RunConfig
 from spmd_lm.cost_model.dataflow import (
@@ -169,13 +170,14 @@ def trace_layer(
         sizes = tuple((axis, of_shards.sizes[axis]) for axis in of_shards.active_axes(EXPERT, CONTEXT, MODEL))
         gathers = of_shards.sequence
         key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers, of_shards.ring
-    key = *key, jax.config.read("jax_enable_x64")
+    grouped = plan is not None and choose_product(config, plan.platform).product != BUFFERS
+    key = *key, grouped, jax.config.read("jax_enable_x64")
     if (trace := _TRACES.get((key, remat, lanes))) is None:
         inside = _policy_inside(remat, gathers=gathers)
         if (flow := _FLOWS.get((key, inside))) is None:
             _bound(_FLOWS)
-            in_dtype = jnp.dtype(dtype or p.compute)
-            flow = _FLOWS[key, inside] = _flow(config, of_shards, trains, in_dtype, kernel, inside)
+            kernels, in_dtype = (kernel, "traced" if grouped else BUFFERS), jnp.dtype(dtype or p.compute)
+            flow = _FLOWS[key, inside] = _flow(config, of_shards, trains, in_dtype, kernels, inside)
         _bound(_TRACES)
         trace = _TRACES[key, remat, lanes] = flow.under(remat).cost(lanes)
     return trace
@@ -219,9 +221,10 @@ class _LayerFlow(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _model(
-    model: Model, objective: Objective, adapter: Any, dtype: str, kernel: str, remat: RematPolicy
+    model: Model, objective: Objective, adapter: Any, dtype: str, kernels: tuple[str, str], remat: RematPolicy
 ) -> LanguageModel:
-    traced = LanguageModel(model, objective, dtype, (kernel,), remat, modules=modules_of_model(model, objective))
+    (kernel, product), modules = kernels, modules_of_model(model, objective)
+    traced = LanguageModel(model, objective, dtype, (kernel,), remat, modules=modules, expert_products=(product,))
     return dataclasses.replace(traced, adapters=adapters_of(adapter, traced), base=adapter.base)
 
 
@@ -230,11 +233,12 @@ def _flow(
     plan: Plan | None,
     trains: Callable[..., bool] | None,
     dtype: jnp.dtype,
-    kernel: str,
+    kernels: tuple[str, str],
     remat: RematPolicy,
 ) -> _LayerFlow:
-    """plan: determines the shards.  trains: whether a parameter is trained, by its path in a layer; None for all."""
-    model = _model(config.model, config.objective, config.adapter, config.precision.params, kernel, remat)
+    """plan: determines the shards.  trains: whether a parameter is trained, by its path in a layer; None for all.
+    kernels: those of attention and of experts."""
+    model = _model(config.model, config.objective, config.adapter, config.precision.params, kernels, remat)
     names = jax.tree.map(lambda names: names[1:], model.names["blocks"], is_leaf=is_dim_names)
 
     def of_layer(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -412,10 +416,17 @@ def _products(operation: Operation, of_gradients: frozenset[Value]) -> Iterator[
         if equation.primitive.name not in PRODUCTS:
             continue
         left, right, out = (each.aval.shape for each in (*equation.invars[:2], equation.outvars[0]))
-        if equation.primitive.name != "dot_general":  # the features of a convolution are its kernel's first dimension
-            columns = out[-1] if equation.primitive.name == "ragged_dot_general" else right[0]
-            inner = left[-1] if equation.primitive.name == "ragged_dot_general" else math.prod(right[1:])
+        if equation.primitive.name == "conv_general_dilated":  # its features are the first dimension of its kernel
+            columns, inner = right[0], math.prod(right[1:])
             yield TracedProduct(Product(math.prod(out) // columns, inner, columns), "rows", times)
+            continue
+        if equation.primitive.name == "ragged_dot_general":
+            dimensions = equation.params["ragged_dot_dimension_numbers"]
+            (inner, _), _ = dimensions.dot_dimension_numbers
+            of_matrices = tuple(inner) == tuple(dimensions.lhs_ragged_dimensions)  # their gradient
+            contracted, columns = math.prod(left[dim] for dim in inner), out[-1]
+            rows = math.prod(left) // contracted
+            yield TracedProduct(Product(rows, contracted, columns), "inner" if of_matrices else "rows", times)
             continue
         (inner, _), (batch, _) = equation.params["dimension_numbers"]
         shared, contracted = (math.prod(left[dim] for dim in dims) for dims in (batch, inner))

@@ -4,8 +4,7 @@ import functools
 
 import jax
 
-from spmd_lm.config.mlp import MoE
-from spmd_lm.config.schema import Model, RunConfig
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
 
@@ -33,12 +32,6 @@ def rows_per_device(config: RunConfig, layout: Layout) -> int:
 def tokens_per_device(config: RunConfig, layout: Layout) -> int:
     """Tokens of one microbatch on a device, between the linears of a branch."""
     return rows_per_device(config, layout) * config.model.context // layout.context
-
-
-def slots_per_device(config: RunConfig, layout: Layout, model: Model, moe: MoE) -> int:
-    """Slots of one microbatch in a device's buffers for all experts: experts x groups x capacity."""
-    group = moe.group or model.context // layout.context
-    return moe.experts * (tokens_per_device(config, layout) // group) * moe.slots(group)
 
 
 def stream_bytes(config: RunConfig, plan: Plan, dtype: str = "") -> int:

@@ -52,7 +52,8 @@ class BlockContext(NamedTuple):
     batch: the one whose tokens x represents.
     row_weight: weight of a row in auxiliary losses: in training, their sum over the global batch becomes a mean.
     training: whether auxiliary losses are asked for; experts then have a capacity.
-    layer: index of the layer."""
+    layer: index of the layer.
+    expert_product: formulation of the experts' products: buffers, or a key of ops.experts.GROUPED."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
@@ -62,3 +63,4 @@ class BlockContext(NamedTuple):
     row_weight: jax.Array | float = 1.0
     training: bool = False
     layer: jax.Array | int = 0
+    expert_product: str = "buffers"

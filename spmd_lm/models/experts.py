@@ -4,6 +4,9 @@ The router reads the residual stream, so that its gradients are summed as a norm
 region between f and g beside the tokens.  Tokens compete for an expert's capacity within a group, which is a row or a
 part of it, and losses are means over rows: so neither depends on the layout, or on the number of microbatches."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,13 +19,16 @@ from spmd_lm.models.layers import ParamInit, add_bias, broadcast_over_tokens
 from spmd_lm.models.mlp import ACTIVATIONS, MLP
 from spmd_lm.ops.collectives import copy_to_region, local_slice, psum, reduce_from_region, shard_index, sum_of_shares
 from spmd_lm.ops.experts import (
+    GROUPED,
     Routes,
+    biases_of_rows,
     combine,
     dispatch,
     from_experts,
     make_routes,
     matmul_of_each,
     router_logits,
+    sort_by_expert,
     to_experts,
 )
 from spmd_lm.ops.norm import upcast
@@ -40,20 +46,31 @@ class Experts(nnx.Module):
         self.gate_bias = init.biases(experts, width, "mlp", "mlp") if init.c.gated else None
         self.activation = init.c.activation
 
-    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
-        """x: [experts, slots, width].  Returns this device's addend of the sum over `mlp`, in which the first has the
-        bias."""
-        hidden = [_add_biases(matmul_of_each(x, self.up[...]), self.up_bias)]
+    def __call__(self, x: jax.Array, context: BlockContext, sizes: jax.Array | None = None) -> jax.Array:
+        """x: [experts, slots, width], or with `sizes`, int32 [experts], rows in the order of their experts, so many of
+        each: [slots, width].  Returns this device's addend of the sum over `mlp`, in which the first has the bias."""
+        matmul, add_biases = (matmul_of_each, _add_biases) if sizes is None else _of_rows(len(x), sizes, context)
+        hidden = [add_biases(matmul(x, self.up[...]), self.up_bias)]
         if self.gate is not None:
-            hidden.append(_add_biases(matmul_of_each(x, self.gate[...]), self.gate_bias))
+            hidden.append(add_biases(matmul(x, self.gate[...]), self.gate_bias))
         h = context.checkpoint(ACTIVATIONS[self.activation])(*hidden)
-        y = matmul_of_each(h, self.down[...], transpose=True)
-        return _add_biases(y, None if self.down_bias is None else _on_first_shard(self.down_bias[...]))
+        y = matmul(h, self.down[...], transpose=True)
+        return add_biases(y, None if self.down_bias is None else _on_first_shard(self.down_bias[...]))
 
 
 def _add_biases(y: jax.Array, biases: nnx.Param | jax.Array | None) -> jax.Array:
     """y [experts, slots, other] plus the bias of each expert, if there are biases [experts, other]."""
     return y if biases is None else y + jax.vmap(broadcast_over_tokens)(biases[...], y)
+
+
+def _of_rows(rows: int, sizes: jax.Array, context: BlockContext) -> tuple[Callable, Callable]:
+    """A product of rows [slots, width] with the matrices of their experts, and the addition of their biases."""
+    expert_of = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
+
+    def add_biases(y: jax.Array, biases: nnx.Param | jax.Array | None) -> jax.Array:
+        return y if biases is None else y + biases_of_rows(biases[...], expert_of)
+
+    return functools.partial(GROUPED[context.expert_product].matmul, sizes=sizes), add_biases
 
 
 def _on_first_shard(x: jax.Array) -> jax.Array:
@@ -106,7 +123,7 @@ class MixtureOfExperts(nnx.Module):
         self, x: jax.Array, gates: jax.Array, chosen: jax.Array, context: BlockContext
     ) -> tuple[jax.Array, Routes | None]:
         """This device's addend of the sum over `mlp` of the experts' outputs, and in training the routes.  Otherwise
-        experts have room for all tokens, and rows go one by one, as buffers are large."""
+        experts have room for all tokens, and rows go one by one where buffers are large."""
 
         def run(x: jax.Array, gates: jax.Array, chosen: jax.Array, group: int, capacity: int) -> tuple:
             rows, chosen = (each.reshape(-1, each.shape[-1]) for each in (x, chosen))
@@ -116,12 +133,24 @@ class MixtureOfExperts(nnx.Module):
             return combine(out, gates.reshape(-1, gates.shape[-1]), routes).reshape(x.shape), routes
 
         rows, time, _ = x.shape
+        group = self.moe.group or time
+        if context.expert_product in GROUPED:
+            y, routes = self._run_grouped(x, gates, chosen, group, context)
+            return y, routes if context.training else None
         if context.training:
-            group = self.moe.group or time
             return run(x, gates, chosen, group, self.moe.slots(group))
         if time == 1:
             return run(x, gates, chosen, rows, rows)[0], None
         return lax.map(lambda row: run(row[0], row[1], row[2], time, time)[0], (x, gates, chosen)), None
+
+    def _run_grouped(
+        self, x: jax.Array, gates: jax.Array, chosen: jax.Array, group: int, context: BlockContext
+    ) -> tuple[jax.Array, Routes]:
+        rows, chosen, gates = (each.reshape(-1, each.shape[-1]) for each in (x, chosen, gates))
+        tile = GROUPED[context.expert_product].row_tile(chosen.size, self.moe.experts)
+        routes, sizes = sort_by_expert(chosen, self.moe.experts, group, tile)
+        out = self.experts(dispatch(rows, routes), context, sizes)
+        return combine(out, gates, routes).reshape(x.shape), routes
 
     def _add_shared(self, y: jax.Array, x: jax.Array, x_region: jax.Array, context: BlockContext) -> jax.Array:
         """The sum over `mlp` of the addends y and those of the shared MLP."""

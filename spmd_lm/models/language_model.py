@@ -18,6 +18,7 @@ from spmd_lm.active_rules import axis_rules, num_shards, partition_spec
 from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
 from spmd_lm.batch import Batch
 from spmd_lm.config.adapters import Base
+from spmd_lm.config.expert_products import BUFFERS
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError, LayoutError
@@ -86,7 +87,8 @@ class LanguageModel:
     for each layer of a period.  logits_policy: in training.  scan_layers: whether layers run in a scan.
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
-    of its blocks' matrices.  base: how these matrices are stored."""
+    of its blocks' matrices.  base: how these matrices are stored.  expert_products: formulations of the experts'
+    products, one for each layer of a period; buffers for all if empty, and in generation."""
 
     c: Model
     objective: Objective
@@ -99,6 +101,7 @@ class LanguageModel:
     modules: ModelModules = ModelModules()  # noqa: RUF009 - frozen
     adapters: Adapters = ()
     base: Base = "none"
+    expert_products: tuple[str, ...] = ()
 
     @property
     def names(self) -> Params:
@@ -259,7 +262,8 @@ class LanguageModel:
             return functools.partial(run, positions=batch.positions, segment_ids=batch.segments_of_rows, key=key)
 
         training, weight = row_weight is not None, 1.0 if row_weight is None else row_weight
-        how = self._linears(), self._checkpoint, batch, weight, training, layer
+        product = self.expert_products[place] if self.expert_products else BUFFERS
+        how = self._linears(), self._checkpoint, batch, weight, training, layer, product
         context = BlockContext(make_attention, key, *how)
         block = nnx.merge(self._of_any_layout._block_graphs[place], params)
         result = block(x, context)

@@ -26,6 +26,7 @@ from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.context_parallel import ring_chunks
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.counted_step import ExpectedCollective
@@ -197,7 +198,8 @@ def _with_available_kernel(config: RunConfig, device_kind: str) -> tuple[RunConf
     kernels = {choose_kernel(of_kind, "gpu", device_kind).kernel for of_kind in config.of_each_kind}
     if "cudnn" not in kernels or is_installed("nvidia.cudnn"):
         return config, None
-    model = config.model.model_copy(update={"attention": "xla"})
+    instead = "chunked" if ring_chunks(config.model, config.parallel) > 1 else "xla"
+    model = config.model.model_copy(update={"attention": instead})
     return config.model_copy(update={"model": model}), (
         "cuDNN is not installed here: compiled with XLA's attention, whose temporaries are larger. pip install "
         "nvidia-cudnn-cu13 for the kernel itself."

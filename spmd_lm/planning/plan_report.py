@@ -9,6 +9,7 @@ from spmd_lm.axes import BATCH_AXES, EXPERTS, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.own_modules import modules_of
@@ -18,7 +19,7 @@ from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
-from spmd_lm.cost_model.sizes import dtype_bytes, rows_per_device, slots_per_device, stream_bytes
+from spmd_lm.cost_model.sizes import dtype_bytes, rows_per_device, stream_bytes, tokens_per_device
 from spmd_lm.own_optimizer import bytes_of_moments
 from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
@@ -115,29 +116,29 @@ def active_count(config: RunConfig, plan: Plan) -> int:
 
 
 def _describe_experts(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Each kind of layer with experts: tokens of a group, slots that an expert has for them, slots for each that is
-    used if all are, and bytes of a layer's buffers on a device."""
-    described = []
-    for model in dict.fromkeys(config.model.of_each_kind):
+    """Each kind of layer with experts: the formulation of its products, and why; tokens of a group, slots that an
+    expert has for them, slots for each that is used if all are, and bytes of a layer's slots on a device."""
+    described, choices = [], {each.model: choose_product(each, plan.platform) for each in config.of_each_kind}
+    for model, choice in choices.items():
         if moe := model.moe:
             group = moe.group or model.context // plan.layout.context
             slots = moe.slots(group)
-            size = (
-                slots_per_device(config, plan.layout, model, moe) * model.width * dtype_bytes(config.precision.compute)
-            )
-            keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")}
-            used = moe.experts * slots / (moe.per_token * group)
-            described.append(keys | {"group": group, "slots": slots, "slots_per_choice": used, "buffer_bytes": size})
+            used = moe.experts * slots / (moe.per_token * group) if choice.product == BUFFERS else 1.0
+            size = used * tokens_per_device(config, plan.layout) * moe.per_token * model.width
+            keys = {key: getattr(moe, key) for key in ("experts", "per_token", "capacity")} | choice._asdict()
+            keys |= {"group": group, "slots": slots, "slots_per_choice": used}
+            described.append(keys | {"buffer_bytes": int(size * dtype_bytes(config.precision.compute))})
     return described
 
 
 def _text_of_experts(experts: dict[str, Any]) -> str:
     e = experts
     capacity = "no capacity" if e["capacity"] == "none" else f"capacity {e['capacity']:g}"
-    return (
-        f"{e['experts']}, {e['per_token']} of each token; {capacity}: {e['slots']} slots for {e['group']} "
-        f"tokens, {e['slots_per_choice']:.3g} for each choice, in buffers of {format_bytes(e['buffer_bytes'])} a layer"
-    )
+    text, size = f"{e['experts']}, {e['per_token']} of each token; {capacity}", format_bytes(e["buffer_bytes"])
+    if e["product"] != BUFFERS:
+        return f"{text}: {e['product']}'s products of sorted tokens, {size} a layer ({e['why']})"
+    slots = f"{e['slots']} slots for {e['group']} tokens, {e['slots_per_choice']:.3g} for each choice"
+    return f"{text}: {slots}, in buffers of {size} a layer ({e['why']})"
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:

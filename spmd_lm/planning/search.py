@@ -353,6 +353,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.context_divides_rows: "parallel.context does not divide rows",
     layout_checks.attention_reaches_over_context: "parallel.context does not suit the attention",
     layout_checks.context_divides_groups: "parallel.context does not divide the experts' groups",
+    layout_checks.rings_are_in_no_branch: "a ring over parallel.context in a pipeline",
     layout_checks.context_is_manual: "sharding types with parallel.context",
     layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",

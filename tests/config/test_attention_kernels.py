@@ -27,16 +27,18 @@ def config(
 @pytest.mark.parametrize(
     ("asked", "where", "dropout", "context", "kernel", "why"),
     [
-        ("auto", ("cpu", "bfloat16"), 0.0, 1024, "xla", "no fused kernel for cpu"),
+        ("auto", ("cpu", "bfloat16"), 0.0, 256, "xla", "at most 256 tokens on a CPU"),
+        ("auto", ("cpu", "bfloat16"), 0.0, 1024, "chunked", "no fused kernel for cpu"),
         ("auto", GPU, 0.0, 1024, "cudnn", "fused"),
-        ("auto", GPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
+        ("auto", GPU, 0.1, 1024, "chunked", "attention_dropout=0.1"),
         ("auto", ("gpu", "float16"), 0.0, 1000, "cudnn", "fused"),
-        ("auto", ("gpu", "float32"), 0.0, 1024, "xla", "float32"),
+        ("auto", ("gpu", "float32"), 0.0, 1024, "chunked", "float32"),
         ("auto", TPU, 0.0, 1024, "splash", "fused"),
         ("auto", ("tpu", "float32"), 0.0, 128, "splash", "fused"),
-        ("auto", TPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
-        ("auto", TPU, 0.0, 1000, "xla", "multiples of 128"),
+        ("auto", TPU, 0.1, 1024, "chunked", "attention_dropout=0.1"),
+        ("auto", TPU, 0.0, 1000, "chunked", "multiples of 128"),
         ("xla", TPU, 0.0, 1024, "xla", "as configured"),
+        ("chunked", GPU, 0.0, 1024, "chunked", "as configured"),
         ("splash", TPU, 0.0, 128, "splash", "as configured"),
     ],
 )
@@ -57,29 +59,29 @@ def test_the_chosen_kernel_and_why(asked, where, dropout, context, kernel, why):
     ],
 )
 def test_an_explicit_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width, why):
-    with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}.*Use model.attention=auto or xla"):
+    with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}.*Use model.attention=auto or chunked"):
         choose_kernel(config(kernel, dtype, head_width=head_width), platform)
 
 
 def test_a_deterministic_run_takes_no_kernel_that_ends_with_deterministic_operations():
     choice = choose_kernel(config("auto", "bfloat16", deterministic=True), "gpu")
-    assert choice.kernel == "xla" and choice.why.startswith("run.deterministic=true: cuDNN's attention")
+    assert choice.kernel == "chunked" and choice.why.startswith("run.deterministic=true: cuDNN's attention")
     assert choose_kernel(config("auto", "bfloat16", deterministic=True), "tpu").kernel == "splash"
-    with pytest.raises(ConfigError, match=r"model.attention=cudnn: run.deterministic=true: .*auto or xla"):
+    with pytest.raises(ConfigError, match=r"model.attention=cudnn: run.deterministic=true: .*auto or chunked"):
         choose_kernel(config("cudnn", "bfloat16", deterministic=True), "gpu")
 
 
-@pytest.mark.parametrize(("head_width", "kernel"), [(64, "cudnn"), (100, "xla"), (128, "cudnn"), (136, "xla")])
-def test_auto_falls_back_to_xla_where_heads_are_too_wide_or_odd(head_width, kernel):
+@pytest.mark.parametrize(("head_width", "kernel"), [(64, "cudnn"), (100, "chunked"), (128, "cudnn"), (136, "chunked")])
+def test_auto_falls_back_where_heads_are_too_wide_or_odd(head_width, kernel):
     assert choose_kernel(config("auto", "bfloat16", head_width=head_width), "gpu").kernel == kernel
 
 
 def test_soft_caps_and_heads_of_another_width():
     """splash takes both; cuDNN takes no cap."""
     for sizes, of_gpu in (
-        ({"attention_softcap": 50.0}, "xla"),
+        ({"attention_softcap": 50.0}, "chunked"),
         ({"head_width": 128}, "cudnn"),
-        ({"head_width": 256}, "xla"),
+        ({"head_width": 256}, "chunked"),
     ):
         c = config("auto", "bfloat16")
         c = c.model_copy(update={"model": c.model.model_copy(update=sizes)})
@@ -87,10 +89,10 @@ def test_soft_caps_and_heads_of_another_width():
 
 
 @pytest.mark.parametrize("kind", ["Tesla T4", "Quadro RTX 6000", "NVIDIA GeForce RTX 2080 Ti"])
-def test_gpus_before_ampere_have_attention_of_xla(kind):
+def test_gpus_before_ampere_have_attention_in_blocks(kind):
     choice = choose_kernel(config("auto", "float16"), "gpu", kind)
-    assert choice == ("xla", f"cuDNN's attention does not run on a {kind}")
-    with pytest.raises(ConfigError, match=f"does not run on a {kind}. Use model.attention=auto or xla"):
+    assert choice == ("chunked", f"cuDNN's attention does not run on a {kind}")
+    with pytest.raises(ConfigError, match=f"does not run on a {kind}. Use model.attention=auto or chunked"):
         choose_kernel(config("cudnn", "float16"), "gpu", kind)
     assert choose_kernel(config("auto", "float16"), "gpu", "NVIDIA A100-SXM4-80GB").kernel == "cudnn"
 

@@ -499,36 +499,36 @@ def problems(*overrides: str) -> list[str]:
         (
             "model.attention=cudnn model.attention_dropout=0",
             "model.attention=cudnn with precision.compute=float32: cuDNN takes bfloat16 or float16",
-            "precision.compute=bfloat16, or model.attention=xla",
+            "precision.compute=bfloat16, or model.attention=chunked",
         ),
         (
             f"{CUDNN} model.width=1024 model.heads=4",
             "model.attention=cudnn with model.width=1024 and model.heads=4: heads are 256 wide, "
             "and cuDNN takes multiples of 8 up to 128",
-            "model.heads=8 or 16, or model.attention=xla",
+            "model.heads=8 or 16, or model.attention=chunked",
         ),
         (
             f"{CUDNN} model.width=96 model.heads=8",
             "model.attention=cudnn with model.width=96 and model.heads=8: heads are 12 wide, "
             "and cuDNN takes multiples of 8 up to 128",
-            "model.heads=4 or 6, or model.attention=xla",
+            "model.heads=4 or 6, or model.attention=chunked",
         ),
         (
             f"{CUDNN} model.width=60 model.heads=4",
             "model.attention=cudnn with model.width=60 and model.heads=4: heads are 15 wide, "
             "and cuDNN takes multiples of 8 up to 128",
-            "model.attention=xla",
+            "model.attention=chunked",
         ),
         (
             "model.attention=splash model.attention_dropout=0 model.context=200",
             "model.attention=splash with model.context=200: splash takes multiples of 128 positions",
-            "model.context=128 or 256, or model.attention=xla",
+            "model.context=128 or 256, or model.attention=chunked",
         ),
         (
             "model.attention=splash model.context=128",
             "model.attention=splash with model.attention_dropout=0.1: fused kernels have no dropout that is the "
             "same under every layout",
-            "model.attention_dropout=0, or model.attention=xla",
+            "model.attention_dropout=0, or model.attention=chunked",
         ),
         (
             "parallel.pipe=3",
@@ -638,7 +638,7 @@ def test_sequence_parallelism_must_divide_the_context():
 def test_a_deterministic_run_is_refused_what_would_not_be():
     assert problems(*CUDNN.split(), "run.deterministic=true") == [
         "model.attention=cudnn with run.deterministic=true: cuDNN's attention ends in its first step where XLA's "
-        "operations are deterministic (jax 0.11.2). Use run.deterministic=false, or model.attention=xla."
+        "operations are deterministic (jax 0.11.2). Use run.deterministic=false, or model.attention=chunked."
     ]
     own = "run.compiler_options={xla_gpu_deterministic_ops: false}"
     assert problems("run.deterministic=true", own) == [

@@ -7,9 +7,9 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.flops import forward_per_sequence, train_step
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.trees import merge
-from spmd_lm.resolve import abstract_plan
+from spmd_lm.resolve import abstract_plan, make_model
 from tests import reference
-from tests.helpers import make_config
+from tests.helpers import FLOAT32, make_config
 from tests.parameter_count import model_parameters, parameters_by_formula
 
 MODELS = {
@@ -102,7 +102,7 @@ MOE = {"kind": "moe", "experts": 8, "per_token": 2}
 @pytest.mark.parametrize("capacity", [0.3, 1.25, "none"])
 def test_of_experts_those_count_that_a_token_chooses(capacity):
     """Two MLPs in place of one, 24 wide, with their router and a shared one, 40 wide, with its gate; whatever the
-    slots, 2 to 16 of 16."""
+    slots, 2 to 16 of 16, and whatever the formulation."""
     own = {"width": 24, "capacity": capacity, "shared": 40, "shared_gate": True}
     keys = {"activation": "swiglu", "use_bias": False}
     dense, experts = make_config(model=keys | {"mlp_width": 24}), make_config(model=keys | {"mlp": MOE | own})
@@ -111,6 +111,10 @@ def test_of_experts_those_count_that_a_token_chooses(capacity):
     plans = (abstract_plan(each, 1, "cpu", "cpu") for each in (dense, experts))
     steps = [train_step(each, plan) for each, plan in zip((dense, experts), plans, strict=True)]
     assert steps[1] == steps[0] + 3 * 16 * 2 * 2 * 16 * more
+    on_tpu = make_config(model=keys | {"mlp": MOE | own}, precision=FLOAT32)
+    plan = abstract_plan(on_tpu, 1, "tpu", "TPU v5p")
+    assert train_step(on_tpu, plan) == steps[1]
+    assert set(make_model(on_tpu, "tpu", plan).expert_products) == {"megablox" if capacity == "none" else "buffers"}
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,13 @@
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.ops.attention import (
-    KERNELS,
-    AttentionSpec,
-    attention,
-    attention_with_cache,
-    query_blocks,
-    unmasked_scores,
-)
+from spmd_lm.ops.attention import attention, attention_with_cache
+from spmd_lm.ops.attention_spec import AttentionSpec, unmasked_scores
+from spmd_lm.ops.dense_attention import query_blocks
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.rotary import Rotary
 from tests import reference
@@ -145,31 +139,6 @@ def test_softmax_of_bfloat16_is_float32():
     assert " exp " in jaxpr and "bf16[2,8,64,64] = exp" not in jaxpr
 
 
-@pytest.mark.parametrize(
-    ("width", "packed", "causal", "shared", "own"),
-    [
-        pytest.param(64, False, True, 1, {}, marks=pytest.mark.slow),
-        pytest.param(128, True, True, 1, {"span": 40, "softcap": 1.5, "scale": 0.3}, marks=pytest.mark.slow),
-        pytest.param(64, True, False, 1, {}, marks=pytest.mark.slow),
-        pytest.param(64, True, True, 2, {}, marks=pytest.mark.slow),
-        (64, False, False, 4, {}),
-        pytest.param(64, False, False, 4, {"span": 17}, marks=pytest.mark.slow),
-    ],
-)
-def test_splash_is_the_xla_attention(width, packed, causal, shared, own):
-    """The kernel that TPUs run, here by an interpreter, in float32.  shared: queries for each head of keys."""
-    shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
-    q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
-    k, v = k[:, :, ::shared], v[:, :, ::shared]
-
-    def run(kernel):
-        spec = AttentionSpec(4, 4 // shared, causal, **own)
-        return with_gradients(lambda q, k, v: kernel(q, k, v, segments, spec, None))(q, k, v, g)
-
-    for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):
-        assert relative(a, b) < 4e-6
-
-
 @pytest.mark.parametrize("model", [1, 4])
 def test_a_cache_filled_token_by_token_gives_full_attention(model, x64):
     """Rows are read at different positions: the second runs two tokens behind, and only rewrites them at the end."""
@@ -202,37 +171,6 @@ def test_a_cache_takes_several_tokens_at_once(x64):
     cache, at = (jnp.zeros((2, 9, HEADS, WIDTH // HEADS)),) * 2, np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6))
     out, _ = attention_with_cache(q, k, v, ALL, cache, positions=at)
     assert relative(out, reference.attention(q, k, v, HEADS)) < 1e-13
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("width", "span"), [(64, None), (128, None), (64, 40)])
-def test_cudnn_is_the_xla_attention(width, span):
-    q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
-
-    def run(kernel):
-        spec = AttentionSpec(4, 4, span=span, kernel=kernel)
-        return with_gradients(lambda q, k, v: attention(q, k, v, spec))(q, k, v, g)
-
-    cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
-    check(cudnn, xla, 2**-6)
-
-
-def test_cudnn_is_asked_for_the_same_window(monkeypatch, x64):
-    """The argument is jax's; on a CPU jax's own attention answers."""
-    monkeypatch.setattr(
-        jax.nn, "dot_product_attention", functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    )
-    ask, asked = jax.nn.dot_product_attention, []
-
-    def answer(*arrays, implementation, **options):
-        asked.append(implementation)
-        return ask(*arrays, **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", answer)
-    q, k, v = (x.reshape(*x.shape[:2], HEADS, -1) for x in inputs(32)[:3])
-    spec = AttentionSpec(HEADS, HEADS, span=5)
-    assert relative(KERNELS["cudnn"](q, k, v, None, spec, None), KERNELS["xla"](q, k, v, None, spec, None)) < 1e-6
-    assert asked == ["cudnn"]
 
 
 @pytest.mark.parametrize("causal", [True, False])

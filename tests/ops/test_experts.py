@@ -1,4 +1,6 @@
-"""Slots of experts' buffers, by a loop over tokens; what goes there and comes back, and its gradient."""
+"""Slots of experts, by a loop over tokens; what goes there and comes back, its gradient, and grouped products."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,17 @@ import pytest
 
 from spmd_lm.config.mlp import MoE
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.experts import combine, dispatch, make_routes
+from spmd_lm.ops.experts import (
+    GROUPED,
+    Tiles,
+    biases_of_rows,
+    combine,
+    dispatch,
+    make_routes,
+    matmul_of_each,
+    row_tile,
+    sort_by_expert,
+)
 
 
 def slots_by_hand(chosen, experts, group, capacity):
@@ -77,3 +89,68 @@ def test_capacity_is_that_of_decimals():
 def test_slots_can_be_counted():
     with pytest.raises(ConfigError, match=r"2,147,483,648 slots .* Use fewer tokens"):
         jax.eval_shape(lambda x: make_routes(x, 2048, 2**20, 2**20), jax.ShapeDtypeStruct((2**20, 2), jnp.int32))
+
+
+EXPERTS, K, UNUSED = 5, 2, 2
+
+
+def choices(tokens: int) -> jax.Array:
+    """Without one expert, and with padding."""
+    r = np.random.default_rng(tokens)
+    chosen = np.stack([r.permutation([e for e in range(EXPERTS) if e != UNUSED])[:K] for _ in range(tokens)])
+    chosen[[1, tokens // 2]] = EXPERTS
+    return jnp.asarray(chosen, jnp.int32)
+
+
+def test_sorted_slots_are_those_of_a_sort():
+    chosen = choices(20)
+    routes, sizes = sort_by_expert(chosen, EXPERTS, 10, 16)
+    flat = np.asarray(chosen).ravel()
+    order = sorted(range(40), key=lambda i: (flat[i], i))
+    assert routes.token_in.tolist() == [i // K if flat[i] < EXPERTS else 20 for i in order] + [20] * 8
+    for (token, rank), expert in np.ndenumerate(chosen):
+        slot = int(routes.slot_of[token, rank])
+        assert slot == (order.index(token * K + rank) if expert < EXPERTS else 48)
+    wanted = [(flat == e).sum() for e in range(EXPERTS)]
+    assert sizes.tolist() == [*wanted[:-1], wanted[-1] + 48 - sum(wanted)] and wanted[UNUSED] == 0
+    assert routes.counts.tolist() == [[(part == e).sum() for e in range(EXPERTS)] for part in (flat[:20], flat[20:])]
+    assert int(routes.dropped) == 0
+
+
+@pytest.mark.parametrize(
+    ("product", "tokens", "widths"),
+    [
+        ("megablox", 75, (24, 40)),
+        ("traced", 75, (24, 40)),
+        pytest.param("megablox", 331, (136, 1100), marks=pytest.mark.slow),
+    ],
+)
+def test_a_grouped_product_is_that_of_buffers(product, tokens, widths):
+    """With its gradients, to 1e-5 of the largest: groups of odd sizes, an empty one, rows that no tile divides."""
+    r, (width, hidden), chosen = np.random.default_rng(1), widths, choices(tokens)
+    shapes = (tokens, width), (EXPERTS, width, hidden), (EXPERTS, hidden), (EXPERTS, width, hidden), (tokens, K)
+    arguments = [jnp.asarray(r.standard_normal(shape), jnp.float32) for shape in shapes]
+    options = {"interpret": True} if product == "megablox" else {}
+
+    def grouped(x, up, bias, down, gates):
+        routes, sizes = sort_by_expert(chosen, EXPERTS, tokens, GROUPED[product].row_tile(chosen.size, EXPERTS))
+        expert_of = jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=len(routes.token_in))
+        matmul = functools.partial(GROUPED[product].matmul, sizes=sizes, **options)
+        h = jnp.sin(matmul(dispatch(x, routes), up) + biases_of_rows(bias, expert_of))
+        return combine(matmul(h, down, transpose=True), gates, routes)
+
+    def in_buffers(x, up, bias, down, gates):
+        routes = make_routes(chosen, EXPERTS, tokens, tokens)
+        h = jnp.sin(matmul_of_each(dispatch(x, routes).reshape(EXPERTS, tokens, -1), up) + bias[:, None])
+        return combine(matmul_of_each(h, down, transpose=True).reshape(-1, width), gates, routes)
+
+    g = jnp.asarray(r.standard_normal((tokens, width)), jnp.float32)
+    (y, vjp), (wanted, wanted_vjp) = (jax.vjp(jax.jit(f), *arguments) for f in (grouped, in_buffers))
+    for got, want in zip((y, *vjp(g)), (wanted, *wanted_vjp(g)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_tiles():
+    assert Tiles(512, 2)(8192, 4096, 1792) == (512, 1024, 896)
+    assert Tiles(128, 4)(256, 4096, 40) == (128, 512, 40)
+    assert [row_tile(rows, 8) for rows in (512 * 8 - 1, 512 * 8)] == [128, 512]

@@ -3,7 +3,8 @@
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.planning.audit import audit, render
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.planning.audit import audit, audit_step, render
 from tests.helpers import FLOAT32, make_config
 from tests.planning.test_audit import BF16, compilable, no_cache
 
@@ -101,3 +102,24 @@ def test_experts_of_accelerators_send_what_theory_expects(name, parallel, remat,
     """A GPU's compiler may sum the counts of tokens over several axes at once."""
     compilable(name)
     exact(name, parallel, remat, model, BF16, width=256, context=128, slack=1024)
+
+
+@slow
+def test_a_tpu_multiplies_the_tokens_that_there_are():
+    """A step whose experts drop none has the FLOPs of a dense MLP as wide as a token's two experts, and sends what
+    theory expects."""
+    sizes = {"layers": 2, "width": 512, "heads": 4, "context": 512, "vocab": 61, "dropout": 0.0}
+    sizes |= {"attention_dropout": 0.0, "attention": "xla"}
+    flops = {}
+    for mlp in ({"mlp_width": 2048}, {"mlp": MOE | {"width": 1024, "capacity": "none"}}):
+        config = make_config(
+            model=sizes | mlp,
+            parallel={"data": 2, "model": 2, "sequence": True, "zero": 3},
+            remat={"policy": "none"},
+            precision=BF16,
+            train={"batch": 16},
+        )
+        step = audit_step(config, compilable("v5p:2x2x1"))
+        assert step.report["ok"], render(step.report)
+        flops[step.program.model.expert_products] = compiled_flops(step.module)
+    assert flops[("megablox",)] == pytest.approx(flops[()], rel=0.03)

@@ -61,24 +61,33 @@ MIXTRAL |= {"tie_embeddings": False, "dropout": 0.0, "attention_dropout": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("capacity", "said"),
+    ("capacity", "expert", "said"),
     [
-        (1.25, "capacity 1.25: 1280 slots for 4096 tokens, 1.25 for each choice, in buffers of 80.0 MiB a layer"),
-        ("none", "no capacity: 4096 slots for 4096 tokens, 4 for each choice, in buffers of 256.0 MiB a layer"),
+        (
+            1.25,
+            8,
+            "capacity 1.25: 1280 slots for 4096 tokens, 1.25 for each choice, in buffers of 80.0 MiB a layer (a ",
+        ),
+        (
+            "none",
+            8,
+            "no capacity: 4096 slots for 4096 tokens, 4 for each choice, in buffers of 256.0 MiB a layer (what ",
+        ),
+        ("none", 1, "no capacity: megablox's products of sorted tokens, 64.0 MiB a layer (grouped product for tpu)"),
     ],
 )
-def test_experts_are_told_with_their_active_parameters_and_their_buffers(capacity, said):
+def test_experts_are_told_with_their_active_parameters_and_their_buffers(capacity, expert, said):
     """Mixtral 8x7B's 46.7 and 12.9 billion parameters (arXiv:2401.04088)."""
     config = make_config(
         model=MIXTRAL | {"mlp": {"kind": "moe", "experts": 8, "capacity": capacity}},
         precision=FLOAT32 | {"compute": "bfloat16"},
-        parallel={"data": 8, "expert": 8, "zero": 3, "partitioner": "auto"},
+        parallel={"data": 64 // expert, "expert": expert, "zero": 3, "partitioner": "auto"},
         train={"batch": 64},
     )
     d = describe(config, topology=parse_topology("v5p:4x4x4"))
     assert d["parameter_count"] == pytest.approx(46.7e9, rel=1e-3)
     assert d["active_count"] == pytest.approx(12.88e9, rel=1e-3)
-    assert d["mesh"]["expert"] == 8
+    assert d["mesh"].get("expert", 1) == expert
     text = summary(d)
     assert f"46,702,792,704 parameters, {d['active_count']:,} of them active per token" in text
     assert f"experts 8, 2 of each token; {said}" in text

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.axes import EXPERTS
+from spmd_lm.config.expert_products import GROUPED_PRODUCTS, ProductLimits
 from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.models import experts
@@ -77,6 +78,30 @@ def test_a_layout_computes_the_reference(parallel, moe):
     want = trained_reference(config)
     assert_same_run(trained(config), want)
     assert (sum(want.dropped) > 0) == (moe.get("capacity") != "none")
+
+
+GROUPED = {
+    "model 2, sequence, ZeRO-3, full remat": (
+        {"data": 2, "model": 2, "sequence": True, "zero": 3, "microbatches": 2},
+        {"shared": 24, "shared_gate": True},
+        "full",
+    ),
+    "pipe 2, ZeRO-2": ({"pipe": 2, "data": 2, "zero": 2, "microbatches": 2}, {"group": 8, "per_token": 3}, "none"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "moe", "remat"), GROUPED.values(), ids=GROUPED)
+def test_a_layout_with_grouped_products_computes_the_reference(parallel, moe, remat, monkeypatch):
+    """With a product that has float64; evaluation has it too."""
+    monkeypatch.setitem(GROUPED_PRODUCTS, "traced", ProductLimits("cpu", ("float64",)))
+    activation = {"activation": "swiglu"} if moe.get("shared_gate") else {}
+    config = config_of(parallel, moe | {"capacity": "none"}, **activation)
+    config = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": remat})})
+    p = program(config)
+    assert set(p.model.expert_products) == ({"traced"} if "pipe" not in parallel else {"buffers", "traced"})
+    assert "ragged_dot" in str(jax.make_jaxpr(p.forward)(p.init().params, device_batch(p, 0)))
+    assert_same_run(trained(config), trained_reference(config))
 
 
 def assert_same_run(got: Outcome, want: Outcome) -> None:

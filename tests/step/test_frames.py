@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd_lm
-from spmd_lm.ops import attention
+from spmd_lm.ops import dense_attention
 from spmd_lm.step.program import Program
 from tests.helpers import FLOAT32, make_config
 
@@ -31,11 +31,11 @@ def package_frames() -> list[str]:
     [(True, 1), (False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 2), (False, 1)])],
 )
 def test_the_step_is_shallow(scan, microbatches, remat, monkeypatch):
-    """The matmuls of queries, keys and values in ops/attention.py are einsums, which jax turns into dot_general."""
+    """The products of queries, keys and values in ops/dense_attention.py are einsums, which jax makes dot_general."""
     paths, einsum = [], jnp.einsum
 
     def recording_einsum(*args, **options):
-        if sys._getframe(1).f_code.co_filename == attention.__file__:
+        if sys._getframe(1).f_code.co_filename == dense_attention.__file__:
             paths.append(package_frames())
         return einsum(*args, **options)
 
