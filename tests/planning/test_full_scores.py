@@ -1,0 +1,33 @@
+"""The shipped recipes with attention dropout, compiled for absent hardware: no array holds all scores of a row."""
+
+import re
+
+import pytest
+
+from spmd_lm.config.load import load
+from spmd_lm.planning.audit import audit_step
+from tests.planning.test_audit import compilable
+
+pytestmark = pytest.mark.slow
+ARRAY = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]")
+
+
+def full_scores(recipe: str, where: str, tokens: int, *keys: str) -> set[str]:
+    """Arrays, by their sizes, with two dimensions of all `tokens` in the step of four narrow layers."""
+    sizes = f"layers=4 width=256 heads=4 vocab=512 context={tokens}".split()
+    layout = ["pipe=1", "data=-1", "model=1", "sequence=false", "zero=1", "microbatches=1"]
+    keys = *(f"model.{key}" for key in sizes), *(f"parallel.{key}" for key in layout), "train.batch=8", *keys
+    step = audit_step(load(recipe, list(keys)), compilable(where))
+    found = set(ARRAY.findall(step.program.compiled.as_text() or ""))
+    return {sizes for sizes in found if [int(n) for n in sizes.split(",")].count(tokens) > 1}
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("where", ["h100:1x8", "v5p:2x2x2"])
+@pytest.mark.parametrize("recipe", ["gpt2/124m", "megatron/1.2b", "bert/megatron-336m"])
+def test_no_array_has_all_scores_of_a_row(recipe, where, tokens):
+    assert not full_scores(f"configs/{recipe}.yaml", where, tokens)
+
+
+def test_the_dense_kernel_has_them():
+    assert full_scores("configs/gpt2/124m.yaml", "h100:1x8", 1024, "model.attention=xla")
