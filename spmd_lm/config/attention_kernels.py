@@ -6,7 +6,7 @@ a CPU take the dense one, `xla`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from spmd_lm.config.context_parallel import ring_chunks
 from spmd_lm.config.data_sections import packs_documents
@@ -133,7 +133,7 @@ def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> Ke
         return KernelChoice("chunked", f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
     packs, deterministic = packs_documents(config.data), config.run.deterministic
-    options = {"packs": packs, "chunks": chunks, "deterministic": deterministic}
+    options: dict[str, Any] = {"packs": packs, "chunks": chunks, "deterministic": deterministic}
     found = obstacles(kernel, config.model, config.precision.compute, **options)
     problems = [f"{o.settings}: {o.reason}" for o in found]
     if device_kind.lower().startswith(kernel.not_on):

@@ -377,8 +377,10 @@ def kernel_supports_model(
         reason = "the dense kernel does not return its sums of exponentials, by which a ring's results are merged"
         yield use(f"{asked} in a ring over {parallel.context=}: {reason}", "model.attention=chunked")
     if kernel := FUSED_KERNELS.get(model.attention):
-        options = {"packs": packs_documents(data), "chunks": chunks, "deterministic": run.deterministic}
-        for settings, reason, alternative in obstacles(kernel, model, precision.compute, **options):
+        packs, deterministic = packs_documents(data), run.deterministic
+        for settings, reason, alternative in obstacles(
+            kernel, model, precision.compute, packs=packs, chunks=chunks, deterministic=deterministic
+        ):
             yield use(f"{asked} with {settings}: {reason}", alternative, "model.attention=chunked")
 
 

@@ -122,8 +122,8 @@ def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array
     """Attention [B, T, H, K] and logarithms of sums [B, H, T] to the keys of both."""
     total = jnp.logaddexp(one[1], other[1])
     shift = jnp.where(jnp.isfinite(total), total, 0)  # nothing is visible yet
-    shares = (jnp.exp(logsumexp - shift).swapaxes(1, 2)[..., None] for _, logsumexp in (one, other))
-    return sum(share * out for share, (out, _) in zip(shares, (one, other), strict=True)), total
+    first, second = (jnp.exp(logsumexp - shift).swapaxes(1, 2)[..., None] * out for out, logsumexp in (one, other))
+    return first + second, total
 
 
 def _forward(q, k, v, segments, words, spec, kernel, devices):

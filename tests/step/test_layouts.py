@@ -12,9 +12,16 @@ from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_obstacles
 from spmd_lm.config.schema import Model, Parallel
+from spmd_lm.ops import chunked_attention
 from tests.helpers import assert_states_close, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Cuts rows of a few tokens into several blocks."""
+    monkeypatch.setattr(chunked_attention, "MOST_ON_CPU", 4)
 
 
 @st.composite
@@ -40,6 +47,7 @@ def runs(draw):
         "context": draw(st.sampled_from([6, 12, 15, 16])),
         "vocab": draw(st.integers(17, 70)),
         "dropout": draw(st.sampled_from([0.0, 0.2])),
+        "attention": draw(st.sampled_from(["auto", "chunked"])),
         "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
         "use_bias": draw(chance),
         "tie_embeddings": draw(chance),
