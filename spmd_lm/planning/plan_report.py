@@ -9,6 +9,7 @@ from spmd_lm.axes import BATCH_AXES, EXPERTS, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.context_parallel import choose_context_attention
 from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layers import layer_path
@@ -183,12 +184,14 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 
-def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Attention kernels of all kinds of layers, and reasons, each once."""
+def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Attention kernels of all kinds of layers, and reasons, each once; the form over `context` if there is one."""
+    over_context = choose_context_attention(config.model, config.parallel) if plan.layout.context > 1 else None
     choices = dict.fromkeys(choose_kernel(of_kind, plan.platform, plan.device_kind) for of_kind in config.of_each_kind)
     return {
         "kernel": ", ".join(dict.fromkeys(each.kernel for each in choices)),
         "why": "; ".join(each.why for each in choices),
+        "over_context": over_context and over_context._asdict(),
     }
 
 
@@ -315,6 +318,7 @@ def summary(description: dict[str, Any]) -> str:
         f"layers  {how}",
         *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
+        *([f"context attention by {form['form']} ({form['why']})"] if (form := attention["over_context"]) else []),
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
