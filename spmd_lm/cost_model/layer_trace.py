@@ -357,9 +357,10 @@ class _Elementwise(NamedTuple):
 
 def _elementwise(kernels: list[Kernel], lanes: int, gradients: frozenset[Value] = frozenset()) -> _Elementwise:
     last = {value: i for i, kernel in enumerate(kernels) for value in kernel.read}
-    ends, alive, peak, fusions, traffic = Counter[int](), 0, 0, 0.0, 0.0
+    ends, alive, peak, fusions, traffic = Counter[int](), 0, 0.0, 0, 0.0
     for i, kernel in enumerate(kernels):
-        made, first = [x for x in kernel.written if _is_activation(x) and x not in gradients], kernel.operations[0]
+        first = kernel.operations[0]
+        made = [value for value in kernel.written if _is_activation(value) and value not in gradients]
         if made and not first.is_kernel:
             fusions += 1
             traffic += sum(value.bytes for value in (*filter(_is_activation, kernel.read), *made))

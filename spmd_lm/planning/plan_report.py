@@ -202,7 +202,7 @@ def _describe_context(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _text_of_context(context: dict[str, Any]) -> str:
-    text = f"attention over context: {context['form']} ({context['why']})"
+    text = f"attention by {context['form']} ({context['why']})"
     if len(context["axes"]) == 1:
         return text
     axes = " x ".join(f"{axis} {size}" for axis, size in context["axes"].items())
@@ -334,7 +334,7 @@ def summary(description: dict[str, Any]) -> str:
         f"layers  {how}",
         *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
-        *([f"rows    {_text_of_context(d['context'])}"] if d["context"] else []),
+        *([f"context {_text_of_context(d['context'])}"] if d["context"] else []),
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",

@@ -1,7 +1,8 @@
 """`spmd-lm plan --search`: every legal layout of a run on some hardware, costed without compiling.
 
 A layout is a degree for each axis of the mesh, sequence, zero, schedule, chunks, microbatches, reduce_once and remat.
-Choices without effect appear once: ZeRO where its axes have one device, sequence parallelism where `model` has one.
+Choices without effect appear once: ZeRO where its axes have one device, sequence parallelism where `model` has one;
+`context` divides long rows alone.
 If none fits, the search goes on with layouts that use the hosts' memory.  Each gets memory (cost_model/memory.py),
 bytes sent (cost_model/expected_collectives.py) and time (cost_model/step_time.py)."""
 
@@ -11,12 +12,13 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from spmd_lm.analysis.topology import Topology
-from spmd_lm.axes import BATCH_AXES, DATA, EXPERT, MODEL, PIPE, REPLICA, ZERO_AXES, devices_along
+from spmd_lm.axes import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPE, REPLICA, ZERO_AXES, devices_along
 from spmd_lm.config import layout_checks
 from spmd_lm.config.remat import Policy
 from spmd_lm.config.schema import Run, RunConfig
@@ -36,6 +38,8 @@ ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("fu
 POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 OFFLOADING: tuple[tuple[Policy, ...], ...] = (ALIKE[0], (*ALIKE[1], "offload"))
 LARGEST_CHUNKS = 8
+LEAST_OF_A_ROW = 1024
+"""Tokens of a row that a device along `context` has at least: with fewer it sends more and longer than it computes."""
 ROOM = 0.92
 """Largest share of a device's capacity that a prediction may take; docs/planning.md has the errors of predictions."""
 
@@ -282,7 +286,9 @@ def candidates(
         "remat": remats[-1][-1],
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
-    for layout in layouts_of(devices, experts=math.gcd(*(moe.experts for moe in config.model.mixtures))):
+    experts = math.gcd(*(moe.experts for moe in config.model.mixtures))
+    parts = {EXPERT: experts or 1, CONTEXT: max(1, config.model.context // LEAST_OF_A_ROW)}
+    for layout in layouts_of(devices, parts=parts):
         if target.topology.domain % layout["model"]:
             rejected["parallel.model spans hosts"] += number
             continue
@@ -302,15 +308,17 @@ def candidates(
 
 
 def layouts_of(
-    devices: int, axes: Sequence[str] = (PIPE, MODEL, EXPERT, DATA, REPLICA), experts: int = 0
+    devices: int,
+    axes: Sequence[str] = (PIPE, MODEL, EXPERT, CONTEXT, DATA, REPLICA),
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, int]]:
-    """Factorizations of the number of devices into a degree for each axis; `expert` has those that divide `experts`,
-    or 1 if these are 0."""
+    """Factorizations of the number of devices into a degree for each axis.  parts: numbers that the degrees of some
+    axes divide."""
     first, *others = axes
     for degree in divisors(devices) if others else (devices,):
-        if first == EXPERT and (experts % degree or (not experts and degree > 1)):
+        if parts.get(first, degree) % degree:
             continue
-        for rest in layouts_of(devices // degree, others, experts) if others else ({},):
+        for rest in layouts_of(devices // degree, others, parts) if others else ({},):
             yield {first: degree, **rest}
 
 
@@ -328,14 +336,7 @@ def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> It
     for zero, sequence, count, (schedule, chunks) in itertools.product(
         stages, (False, True) if layout["model"] > 1 else (False,), microbatches, schedules
     ):
-        choice = {
-            "context": 1,
-            "zero": zero,
-            "sequence": sequence,
-            "microbatches": count,
-            "schedule": schedule,
-            "chunks": chunks,
-        }
+        choice = {"zero": zero, "sequence": sequence, "microbatches": count, "schedule": schedule, "chunks": chunks}
         yield choice | {"reduce_once": False}
         if zero >= 2 and count > 1:
             yield choice | {"reduce_once": True}

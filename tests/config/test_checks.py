@@ -130,6 +130,11 @@ def problems(*overrides: str) -> list[str]:
             "model.mlp.group=4 or 8, or model.mlp.capacity=none model.mlp.group=null",
         ),
         (
+            "parallel.context=2 parallel.pipe=2 parallel.context_attention=ring",
+            "parallel.context=2 with parallel.pipe=2: a ring's permute would wait for stages that take another branch",
+            "parallel.context_attention=heads, or parallel.run_idle_stages=true",
+        ),
+        (
             "parallel.context=2 parallel.partitioner=types",
             "parallel.partitioner=types with parallel.context=2: devices exchange heads or send keys around, which "
             "sharding types do not describe",
