@@ -5,10 +5,11 @@ import math
 from typing import Any
 
 from spmd_lm.analysis.topology import Topology
-from spmd_lm.axes import BATCH_AXES, EXPERTS, MODEL, PIPE, devices_along
+from spmd_lm.axes import BATCH_AXES, CONTEXT, EXPERTS, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.context_parallel import choose_context_attention
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.own_modules import modules_of
@@ -89,6 +90,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "model_flops_per_step": flops.train_step(config, plan),
         "partitioner": choose_partitioner(config, plan.platform, bool(plan.collective_matmul), own)._asdict(),
         "attention": _describe_attention(config, plan),
+        "context": _describe_context(config, plan) if layout.context > 1 else None,
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,
         "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
@@ -188,6 +190,23 @@ def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
         "kernel": ", ".join(dict.fromkeys(each.kernel for each in choices)),
         "why": "; ".join(each.why for each in choices),
     }
+
+
+def _describe_context(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """How attention reaches over `context`, why, and sizes of its mesh axes: on a torus there may be two."""
+    form, why = choose_context_attention(config.model, config.parallel)
+    axes = {axis: plan.mesh.shape[axis] for axis in plan.active_axes(CONTEXT)}
+    return {"form": form, "why": why, "zigzag": plan.zigzag, "axes": axes}
+
+
+def _text_of_context(context: dict[str, Any]) -> str:
+    text = f"attention over context: {context['form']} ({context['why']})"
+    if len(context["axes"]) == 1:
+        return text
+    axes = " x ".join(f"{axis} {size}" for axis, size in context["axes"].items())
+    if context["form"] == "heads":
+        return f"{text}; {axes} on the torus: its exchange crosses both"
+    return f"{text}; {axes} on the torus, no single ring: every hop waits for keys that cross two links or more"
 
 
 def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -313,6 +332,7 @@ def summary(description: dict[str, Any]) -> str:
         f"layers  {how}",
         *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
+        *([f"rows    {_text_of_context(d['context'])}"] if d["context"] else []),
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",

@@ -112,6 +112,18 @@ def problems(*overrides: str) -> list[str]:
             "parallel.context_attention=heads",
         ),
         (
+            'parallel.context=4 parallel.context_attention=ring model.period=["block",{"kind":"window","span":3}]',
+            "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, and have "
+            "no windows",
+            "parallel.context_attention=heads",
+        ),
+        (
+            "parallel.context=2 parallel.context_attention=ring model.attention=xla",
+            "model.attention=xla in a ring over parallel.context=2: the dense kernel does not return its sums of "
+            "exponentials, by which a ring's results are merged",
+            "model.attention=chunked",
+        ),
+        (
             "parallel.context=4 parallel.model=4 model.attention_softcap=5",
             "model.attention_softcap=5.0 with parallel.context=4, where model.heads=8 over parallel.model=4 is not "
             "divisible by parallel.context=4: a ring merges scores that have no soft cap",

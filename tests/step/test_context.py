@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_lm.axes import TIME
 from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.models import context, experts, transformer
-from spmd_lm.ops import attention
+from spmd_lm.ops import attention, ring_attention
+from spmd_lm.ops.collectives import local_slice
 from spmd_lm.step import train_step
 from spmd_lm.step.program import Program
 from tests.helpers import (
@@ -29,12 +31,13 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 GPT = {"attention_dropout": 0.1}
 LLAMA = {"kv_heads": 2, "positions": "rotary", "norm_type": "rms", "activation": "swiglu", "attention_dropout": 0.1}
+UNDROPPED = LLAMA | {"attention_dropout": 0.0}  # random bits are half of what is compiled of a ring
 MASKED = {"objective": {"kind": "masked_lm", "sentence_order": True}, "optim": {"eps": 1e-6}}
 MOE = {"kind": "moe", "experts": 4, "capacity": 1.0, "group": 2}
 
 PACKED = {"data": {"source": "tokens", "path": "never opened", "pack": True}}
 
-HEADS = {"context_attention": "heads"}
+HEADS, RING = ({"context_attention": form} for form in ("heads", "ring"))
 RUNS = {
     "context 2 x model 2, sequence, ZeRO-3": (
         {"context": 2, "model": 2, "sequence": True, "zero": 3, "microbatches": 2} | HEADS,
@@ -42,6 +45,11 @@ RUNS = {
         PACKED,
     ),
     "masked, context 4": ({"context": 4, "zero": 1} | HEADS, ORIGINAL_BERT, MASKED),
+    "ring of 4, packed, sequence, ZeRO-3": (
+        {"context": 4, "model": 2, "sequence": True, "zero": 3, "microbatches": 2} | RING,
+        LLAMA,
+        PACKED,
+    ),
 }
 MORE = {
     "packed, learned positions": ({"context": 2, "zero": 1, "microbatches": 2} | HEADS, GPT, PACKED),
@@ -97,6 +105,61 @@ MORE = {
         task: ({"context": 2, "model": 2, "sequence": True, "microbatches": 2} | HEADS, ORIGINAL_BERT, sections)
         for task, sections in TASKS.items()
     },
+    "ring of 2, packed, sequence, ZeRO-3": (
+        {"context": 2, "model": 2, "data": 2, "sequence": True, "zero": 3, "microbatches": 2} | RING,
+        LLAMA,
+        PACKED,
+    ),
+    "ring of 2, learned positions": ({"context": 2, "zero": 1, "microbatches": 2} | RING, GPT, PACKED),
+    "ring of 8, learned positions": ({"context": 8, "zero": 2} | RING, GPT, {}),
+    "ring of 8, packed": ({"context": 8, "zero": 3} | RING, LLAMA, PACKED),
+    "ring, masked": ({"context": 4, "zero": 1} | RING, ORIGINAL_BERT, MASKED),
+    "ring, masked, sequence, ZeRO-3": (
+        {"context": 2, "model": 2, "data": 2, "sequence": True, "zero": 3} | RING,
+        ORIGINAL_BERT | {"attention_dropout": 0.1},
+        MASKED,
+    ),
+    "ring, kv heads that model does not divide": ({"context": 2, "model": 4, "zero": 1} | RING, UNDROPPED, {}),
+    "ring, pipe 2 x data 2": (
+        {"pipe": 2, "data": 2, "context": 2, "zero": 2, "microbatches": 2} | RING,
+        UNDROPPED,
+        {"remat": {"policy": "full"}} | PACKED,
+    ),
+    "ring, breadth first": (
+        {"pipe": 2, "chunks": 2, "context": 4, "zero": 3, "microbatches": 4, "schedule": "breadth_first"} | RING,
+        {"layers": 4},
+        {},
+    ),
+    "ring, replica 2 x data 2, prefetch": (
+        {"replica": 2, "data": 2, "context": 2, "zero": 3, "prefetch": "on"} | RING,
+        {},
+        {},
+    ),
+    "ring, remat selective, unrolled": (
+        {"context": 2, "data": 2, "model": 2} | RING,
+        {"scan": False},
+        {"remat": {"policy": "selective"}},
+    ),
+    "ring, remat full": ({"context": 4, "zero": 3} | RING, UNDROPPED, {"remat": {"policy": "full"}} | PACKED),
+    "ring, collective matmul": (
+        {"context": 2, "model": 4, "sequence": True, "zero": 1, "collective_matmul": "on"} | RING,
+        UNDROPPED,
+        {},
+    ),
+    "ring, experts in half a shard": (
+        {"context": 2, "expert": 2, "model": 2, "sequence": True, "zero": 3} | RING,
+        {"mlp": MOE | {"group": 4, "shared": 24}},
+        {},
+    ),
+    "ring, experts, dropless, padding": (
+        {"context": 4, "expert": 2} | RING,
+        ORIGINAL_BERT | {"mlp": MOE | {"capacity": "none", "group": None}},
+        MASKED,
+    ),
+    **{
+        f"ring, {task}": ({"context": 4, "model": 2, "sequence": True, "microbatches": 2} | RING, ORIGINAL_BERT, each)
+        for task, each in TASKS.items()
+    },
 }
 
 
@@ -113,7 +176,8 @@ def config_of(parallel: dict, model: dict, **sections):
 )
 def test_a_layout_computes_the_reference(parallel, model, sections):
     config = config_of(parallel, model, **sections)
-    assert_same_run(trained(config), trained_reference(config.model_copy(update={"remat": make_config().remat})))
+    one = config.model_copy(update={"remat": make_config().remat, "parallel": make_config().parallel})
+    assert_same_run(trained(config), trained_reference(one))
 
 
 def assert_same_run(got: Outcome, want: Outcome) -> None:
@@ -123,7 +187,7 @@ def assert_same_run(got: Outcome, want: Outcome) -> None:
     assert_states_close(got.last, want.last, 1e-11)
 
 
-FORMS = pytest.mark.parametrize("form", [pytest.param(HEADS, id="heads")])
+FORMS = pytest.mark.parametrize("form", [pytest.param(HEADS, id="heads"), pytest.param(RING, id="ring")])
 
 
 def alone(config):
@@ -205,21 +269,38 @@ def balance_is_a_device_s(patch):
     patch.setattr(experts, "psum", lambda x, name: x)
 
 
-FAULTS = {
-    positions_begin_anew_on_each_device: (GPT, {}),
-    documents_are_a_device_s: (GPT, PACKED),
-    labels_count_on_every_device: (ORIGINAL_BERT, MASKED),
-    dropout_of_heads_is_numbered_by_device: (GPT, {}),
-    keys_are_repeated_side_by_side: (LLAMA | {"kv_heads": 4}, {}),
-    balance_is_a_device_s: ({"mlp": MOE}, {}),
-}
+def chunks_of_a_ring_lie_in_order(patch):
+    patch.setattr(ring_attention, "time_positions", lambda size, device: device * size + jnp.arange(size))
+
+
+def tokens_of_a_ring_are_taken_in_order(patch):
+    patch.setattr(context, "own_tokens", lambda x, dim: local_slice(x, TIME, dim % x.ndim))
+
+
+FAULTS = [
+    (positions_begin_anew_on_each_device, HEADS, GPT, {}),
+    (positions_begin_anew_on_each_device, RING, GPT, {}),
+    (documents_are_a_device_s, HEADS, GPT, PACKED),
+    (documents_are_a_device_s, RING, GPT, PACKED),
+    (labels_count_on_every_device, HEADS, ORIGINAL_BERT, MASKED),
+    (labels_count_on_every_device, RING, ORIGINAL_BERT, MASKED),
+    (dropout_of_heads_is_numbered_by_device, HEADS, GPT, {}),
+    (keys_are_repeated_side_by_side, HEADS, LLAMA | {"kv_heads": 4}, {}),
+    (balance_is_a_device_s, HEADS, {"mlp": MOE}, {}),
+    (balance_is_a_device_s, RING, {"mlp": MOE}, {}),
+    (chunks_of_a_ring_lie_in_order, RING, GPT, {}),
+    (tokens_of_a_ring_are_taken_in_order, RING, GPT, {}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_told(fault, monkeypatch):
-    model, sections = FAULTS[fault]
-    config = config_of(HEADS | {"context": 2, "zero": 1}, model, **sections)
+@pytest.mark.parametrize(
+    ("fault", "form", "model", "sections"),
+    FAULTS,
+    ids=[f"{each[0].__name__}-{each[1]['context_attention']}" for each in FAULTS],
+)
+def test_a_fault_is_told(fault, form, model, sections, monkeypatch):
+    config = config_of(form | {"context": 2, "zero": 1}, model, **sections)
     want = trained_reference(config)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
