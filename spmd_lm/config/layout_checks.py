@@ -176,6 +176,17 @@ def attention_reaches_over_context(model: Model, parallel: Parallel) -> Problems
             yield use(f"{settings} with {because}: {reason}", fits if too_few else alternative)
 
 
+def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
+    """Requires that all stages of a pipeline take part in a ring's permutes."""
+    asked = choose_context_attention(model, parallel).form
+    if parallel.context == 1 or parallel.pipe == 1 or parallel.run_idle_stages or asked != "ring":
+        return
+    too_few = any(too_few_heads(each, parallel) for each in model.of_each_kind)
+    reason = "idle stages would not take part in its permutes, which all devices wait for"
+    problem = f"{parallel.pipe=} with a ring over {parallel.context=}: {reason}"
+    yield use(problem, "parallel.run_idle_stages=true", "" if too_few else "parallel.context_attention=heads")
+
+
 @for_each_kind
 def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
     """Requires that tokens which compete for an expert are on one device."""
@@ -379,6 +390,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     experts_are_manual,
     context_divides_rows,
     attention_reaches_over_context,
+    rings_are_in_no_branch,
     context_divides_groups,
     context_is_manual,
     codes_are_of_zero_3,

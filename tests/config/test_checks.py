@@ -117,6 +117,18 @@ def problems(*overrides: str) -> list[str]:
             "no windows",
             "parallel.context_attention=heads",
         ),
+        *(
+            (
+                f"parallel.pipe=2 parallel.context=4 {own}",
+                "parallel.pipe=2 with a ring over parallel.context=4: idle stages would not take part in its permutes, "
+                "which all devices wait for",
+                f"parallel.run_idle_stages=true{other}",
+            )
+            for own, other in (
+                ("parallel.context_attention=ring", ", or parallel.context_attention=heads"),
+                ("parallel.model=4", ""),
+            )
+        ),
         (
             "parallel.context=2 parallel.context_attention=ring model.attention=xla",
             "model.attention=xla in a ring over parallel.context=2: the dense kernel does not return its sums of "

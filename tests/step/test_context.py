@@ -38,6 +38,7 @@ MOE = {"kind": "moe", "experts": 4, "capacity": 1.0, "group": 2}
 PACKED = {"data": {"source": "tokens", "path": "never opened", "pack": True}}
 
 HEADS, RING = ({"context_attention": form} for form in ("heads", "ring"))
+IDLE = {"run_idle_stages": True}
 RUNS = {
     "context 2 x model 2, sequence, ZeRO-3": (
         {"context": 2, "model": 2, "sequence": True, "zero": 3, "microbatches": 2} | HEADS,
@@ -121,12 +122,12 @@ MORE = {
     ),
     "ring, kv heads that model does not divide": ({"context": 2, "model": 4, "zero": 1} | RING, UNDROPPED, {}),
     "ring, pipe 2 x data 2": (
-        {"pipe": 2, "data": 2, "context": 2, "zero": 2, "microbatches": 2} | RING,
+        {"pipe": 2, "data": 2, "context": 2, "zero": 2, "microbatches": 2} | IDLE | RING,
         UNDROPPED,
         {"remat": {"policy": "full"}} | PACKED,
     ),
     "ring, breadth first": (
-        {"pipe": 2, "chunks": 2, "context": 4, "zero": 3, "microbatches": 4, "schedule": "breadth_first"} | RING,
+        {"pipe": 2, "chunks": 2, "context": 4, "zero": 3, "microbatches": 4, "schedule": "breadth_first"} | IDLE | RING,
         {"layers": 4},
         {},
     ),
