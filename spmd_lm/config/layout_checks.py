@@ -176,6 +176,18 @@ def attention_reaches_over_context(model: Model, parallel: Parallel) -> Problems
             yield use(f"{settings} with {because}: {reason}", fits if too_few else alternative)
 
 
+def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
+    """Requires that all stages of a pipeline take part in a ring's permutes."""
+    if parallel.context == 1 or parallel.pipe == 1 or parallel.run_idle_stages or model.heads % parallel.model:
+        return
+    if choose_context_attention(model, parallel).form != "ring":
+        return
+    too_few = any(too_few_heads(each, parallel) for each in model.of_each_kind)
+    reason = "idle stages would not take part in its permutes, which all devices wait for"
+    problem = f"{parallel.pipe=} with a ring over {parallel.context=}: {reason}"
+    yield use(problem, "parallel.run_idle_stages=true", "" if too_few else "parallel.context_attention=heads")
+
+
 @for_each_kind
 def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
     """Requires that tokens which compete for an expert are on one device."""
@@ -191,17 +203,6 @@ def context_divides_groups(model: Model, parallel: Parallel) -> Problems:
         )
         way = nearest(group, divisors(size)) if moe.group else f"model.mlp.group={size}"
         yield use(problem, way, "model.mlp.capacity=none model.mlp.group=null")
-
-
-def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
-    """Requires that all stages of a pipeline take part in a ring's permutes."""
-    if parallel.pipe == 1 or parallel.context == 1 or parallel.run_idle_stages:
-        return
-    if not model.heads % parallel.model and choose_context_attention(model, parallel).form == "ring":
-        reason = "a ring's permute would wait for stages that take another branch"
-        enough = not any(too_few_heads(each, parallel) for each in model.of_each_kind)
-        heads = "parallel.context_attention=heads" if enough else ""
-        yield use(f"{parallel.context=} with {parallel.pipe=}: {reason}", heads, "parallel.run_idle_stages=true")
 
 
 def context_is_manual(parallel: Parallel) -> Problems:

@@ -112,6 +112,30 @@ def problems(*overrides: str) -> list[str]:
             "parallel.context_attention=heads",
         ),
         (
+            'parallel.context=4 parallel.context_attention=ring model.period=["block",{"kind":"window","span":3}]',
+            "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, and have "
+            "no windows",
+            "parallel.context_attention=heads",
+        ),
+        *(
+            (
+                f"parallel.pipe=2 parallel.context=4 {own}",
+                "parallel.pipe=2 with a ring over parallel.context=4: idle stages would not take part in its permutes, "
+                "which all devices wait for",
+                f"parallel.run_idle_stages=true{other}",
+            )
+            for own, other in (
+                ("parallel.context_attention=ring", ", or parallel.context_attention=heads"),
+                ("parallel.model=4", ""),
+            )
+        ),
+        (
+            "parallel.context=2 parallel.context_attention=ring model.attention=xla",
+            "model.attention=xla in a ring over parallel.context=2: the dense kernel does not return its sums of "
+            "exponentials, by which a ring's results are merged",
+            "model.attention=chunked",
+        ),
+        (
             "parallel.context=4 parallel.model=4 model.attention_softcap=5",
             "model.attention_softcap=5.0 with parallel.context=4, where model.heads=8 over parallel.model=4 is not "
             "divisible by parallel.context=4: a ring merges scores that have no soft cap",
@@ -128,11 +152,6 @@ def problems(*overrides: str) -> list[str]:
             "model.mlp.group=16 with parallel.context=4: tokens that share an expert's capacity would be on several "
             "devices",
             "model.mlp.group=4 or 8, or model.mlp.capacity=none model.mlp.group=null",
-        ),
-        (
-            "parallel.context=2 parallel.pipe=2 parallel.context_attention=ring",
-            "parallel.context=2 with parallel.pipe=2: a ring's permute would wait for stages that take another branch",
-            "parallel.context_attention=heads, or parallel.run_idle_stages=true",
         ),
         (
             "parallel.context=2 parallel.partitioner=types",

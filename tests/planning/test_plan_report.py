@@ -1,8 +1,10 @@
+import dataclasses
 import json
 import math
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import flops
@@ -183,6 +185,19 @@ def test_what_runs_beside_the_computation_is_in_the_summary():
     by_chunk = {"pipe": 2, "data": 4, "zero": 3, "schedule": "breadth_first", "chunks": 2, "microbatches": 2}
     d = describe(make_config(model={"layers": 4}, parallel=by_chunk | {"prefetch": "on"}, precision=FLOAT32))
     assert d["prefetch"] == [] and d["prefetch_chunks"] and ", chunks gathered ahead" in summary(d)
+
+
+def test_how_attention_reaches_over_context_is_in_the_summary():
+    assert "\nrows " not in summary(describe(make_config(parallel={"data": 8}, precision=FLOAT32)))
+    config = make_config(parallel={"context": 8, "context_attention": "ring"}, precision=FLOAT32)
+    (line,) = [line for line in summary(describe(config)).splitlines() if line.startswith("rows ")]
+    assert line == "rows    attention over context: ring (as configured)"
+    plan = abstract_plan(config, 8, "cpu", "cpu")
+    sizes = {axis: size for axis, size in plan.mesh.shape.items() if axis != "context"} | {"context0": 4, "context1": 2}
+    on_torus = dataclasses.replace(plan, mesh=AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    assert f"{line}; context0 4 x context1 2 on the torus, no single ring: every hop" in summary(
+        describe(config, on_torus)
+    )
 
 
 def test_a_deterministic_run_says_so_and_which_attention_it_takes():

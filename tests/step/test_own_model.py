@@ -295,6 +295,11 @@ def test_what_a_block_may_not_return_is_told(tmp_path, returned, told):
         p.train_step.lower(p.abstract_state(), p.abstract_batch())
 
 
+def test_rows_that_devices_share_are_refused(gptj):
+    with pytest.raises(LayoutError, match=r"modules of one's own.*Use parallel.context=1"):
+        program(make_config(model=COMMON | {"module": gptj}, parallel={"context": 2}))
+
+
 def test_losses_have_the_names_of_their_weights(tmp_path):
     source = example("LateTokens").replace('{"late_tokens": batch', '{"late": batch')
     module = write_module(tmp_path, "LateTokens", source)
