@@ -1,8 +1,14 @@
 """What devices that share rows compute and hold, by a layer's trace."""
 
+import jax
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from spmd_lm.cost_model.dataflow import equations, inner_jaxprs
 from spmd_lm.cost_model.layer_trace import LayerTrace, trace_layer
+from spmd_lm.ops.attention import attention
+from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.chunked_attention import MOST_IN_BLOCK
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, make_config
@@ -60,3 +66,21 @@ def test_activations_are_divided(form, arrays):
     """Heads have what attention returns twice: before its exchange and after."""
     alone, shared = traced("cudnn", 4096), traced("cudnn", 4096, context=4, context_attention=form)
     assert shared.saved == pytest.approx(alone.saved / 4 + arrays * 1024 * WIDTH * 4, rel=0.005)
+
+
+def test_what_a_ring_sends_does_not_wait_for_its_kernels():
+    """In each turn keys, values and their gradients leave as they came in: sends may run beside the kernel's calls."""
+    model = {"width": WIDTH, "heads": HEADS, "context": 1024}
+    config = make_config(model=model, parallel={"data": 1, "context": 4, "context_attention": "ring"})
+    plan = abstract_plan(config, 4, "gpu", "")
+    spec, tokens = AttentionSpec(HEADS, HEADS, kernel="traced"), P(None, "context")
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(lambda *x: attention(*x, spec), q, k, v)[1](q)
+
+    x = jax.ShapeDtypeStruct((1, 1024, WIDTH), "float32")
+    (outer,) = jax.make_jaxpr(plan.shard_map(both, (tokens,) * 3, (tokens,) * 3))(x, x, x).eqns
+    found = [each for equation in next(inner_jaxprs(outer)).eqns for each, _ in equations(equation)]
+    turns = [each.params["jaxpr"].jaxpr for each in found if each.primitive is lax.scan_p]
+    sends = [[e.invars[0] in turn.invars for e in turn.eqns if e.primitive.name == "ppermute"] for turn in turns]
+    assert sends == [[True] * 2, [True] * 4]  # forward keys and values, backward their gradients too
