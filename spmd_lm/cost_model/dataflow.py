@@ -285,12 +285,20 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 def costliest(branches: Iterable[Any]) -> Any:
     """The branch of a conditional that multiplies most; of equal ones the last, platform_dependent's default."""
 
-    def results(branch: Any) -> int:
-        """Entries of its matmuls' results."""
+    def multiplications(branch: Any) -> int:
         each = [pair for equation in branch.jaxpr.eqns for pair in equations(equation)]
-        return sum(times * e.outvars[0].aval.size for e, times in each if e.primitive.name in PRODUCTS)
+        return sum(times * _multiplications(e) for e, times in each if e.primitive.name in PRODUCTS)
 
-    return max(reversed(list(branches)), key=results)
+    return max(reversed(list(branches)), key=multiplications)
+
+
+def _multiplications(product: Any) -> int:
+    left, right = (each.aval.shape for each in product.invars[:2])
+    if product.primitive.name == "dot_general":
+        inner = math.prod(left[dim] for dim in product.params["dimension_numbers"][0][0])
+    else:  # the features of a convolution are its kernel's first dimension
+        inner = left[-1] if product.primitive.name == "ragged_dot_general" else math.prod(right[1:])
+    return product.outvars[0].aval.size * inner
 
 
 def equations(equation: Any) -> Iterator[tuple[Any, int]]:
