@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_lm.config.attention_kernels import attention_block
 from spmd_lm.ops.attention import attention
 from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.dropout import DropoutKey
@@ -21,7 +22,8 @@ HEADS, WIDTH, TOKENS = 4, 256, 4096
 
 def compiled(kernel: str, tokens: int, dropout: float, causal: bool):
     """The compiled result and gradients of a batch, and its arguments."""
-    spec = AttentionSpec(HEADS, HEADS, causal, dropout=dropout, kernel=kernel)
+    block = attention_block(jax.default_backend())
+    spec = AttentionSpec(HEADS, HEADS, causal, dropout=dropout, kernel=kernel, block=block)
     rows = max(TOKENS // tokens, 1)
     key = DropoutKey(jnp.uint32(0), jnp.int32(0), jnp.arange(rows, dtype=jnp.int32))
     arrays = [jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(4, rows, tokens, WIDTH)).astype(np.float32)]

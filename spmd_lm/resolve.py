@@ -11,7 +11,7 @@ import jax
 
 from spmd_lm.adapters import adapters_of, require_free_names, require_whole_blocks, trainable_paths
 from spmd_lm.axes import MODEL
-from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.attention_kernels import attention_block, choose_kernel
 from spmd_lm.config.context_parallel import choose_context_attention
 from spmd_lm.config.expert_products import choose_product
 from spmd_lm.config.layer_loop import choose_loop
@@ -67,6 +67,7 @@ def make_model(
     scan = plan.scan if plan else choose_loop(config, platform).scan
     overlaps = plan.collective_matmul if plan else ()
     model = LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, overlaps, modules)
+    model = dataclasses.replace(model, attention_block=attention_block(platform))
     if m.mixtures:
         products = tuple(choose_product(each, platform).product for each in config.of_each_kind)
         model = dataclasses.replace(model, expert_products=products)

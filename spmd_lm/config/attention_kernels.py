@@ -18,7 +18,7 @@ from spmd_lm.errors import ConfigError
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """The limits of a fused kernel.  No kernel has dropout: its mask would differ between layouts."""
+    """The limits of a fused kernel.  None has dropout: its mask would differ between layouts."""
 
     name: str
     platform: str
@@ -99,8 +99,8 @@ def obstacles(
     if model.span and not model.causal and not kernel.two_way_windows:
         yield Obstacle(f"span={model.span} of model.period", f"{kernel.name}'s windows are causal", "model.kind=gpt")
     if chunks > 1 and not model.causal and not kernel.rings_of_padding:
-        reason = f"{kernel.name} has no rows whose other devices may have padding alone"
-        yield Obstacle("parallel.context_attention=ring", reason, "parallel.context_attention=heads")
+        reason = f"{kernel.name} needs a key for each call, and those of a device may all be padding"
+        yield Obstacle(f"a ring over {chunks} devices", reason, "model.attention=chunked")
     if model.context % (multiple := kernel.context_multiple * chunks):
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
         reason += f", and around this ring gets 1/{chunks} of a row" if chunks > 1 else ""
@@ -110,6 +110,12 @@ def obstacles(
 DENSE_ON_CPU = 256
 """Tokens of a row up to which a CPU takes the dense kernel.  There the chunked one takes as long, at 512 tokens 0.75
 and at 1,024 0.64 of its time (`python benchmarks/attention.py`)."""
+
+
+def attention_block(platform: str) -> int:
+    """Queries, and keys, of a block of the chunked kernel at most.  In blocks of 128 scores stay in a CPU's cache: in
+    larger ones rows of 1,024 tokens take up to twice as long."""
+    return 128 if platform == "cpu" else 512
 
 
 class KernelChoice(NamedTuple):

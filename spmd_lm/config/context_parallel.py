@@ -1,34 +1,38 @@
 """The resolution of `parallel.context_attention`: how devices with different tokens of a row attend to one another's.
 
-`heads` sends least and takes any kernel, but needs a query head for each device; `ring` needs none."""
+`heads` takes any kernel, but needs a query head for each device; `ring` needs none."""
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from spmd_lm.config.schema import Model, Parallel
-from spmd_lm.config.suggest import Obstacle
+if TYPE_CHECKING:  # schema.py resolves it for each kind of layer
+    from spmd_lm.config.schema import Model, Parallel
 
 
 class ContextChoice(NamedTuple):
     form: Literal["heads", "ring"]
     why: str
 
-    def is_zigzag(self, model: Model) -> bool:
+    def is_zigzag(self, model: "Model") -> bool:
         """True if a device has two chunks of a row, one from each end, so that causal work is balanced."""
         return self.form == "ring" and model.causal
 
 
-def choose_context_attention(model: Model, parallel: Parallel) -> ContextChoice:
+def choose_context_attention(model: "Model", parallel: "Parallel") -> ContextChoice:
     """The form of attention over `context`, the same in all layers, and the reason."""
     if (asked := parallel.context_attention) != "auto":
         return ContextChoice(asked, "as configured")
     for each in model.of_each_kind:
         if too_few := too_few_heads(each, parallel):
             return ContextChoice("ring", too_few)
-    return ContextChoice("heads", "each device gets whole heads, and sends less than in a ring")
+    return ContextChoice("heads", "each device gets whole heads")
 
 
-def ring_chunks(model: Model, parallel: Parallel) -> int:
+def with_form(model: "Model", parallel: "Parallel") -> "Parallel":
+    """`parallel` with the form of attention, for a model of one of its kinds of layers alone."""
+    return parallel.model_copy(update={"context_attention": choose_context_attention(model, parallel).form})
+
+
+def ring_chunks(model: "Model", parallel: "Parallel") -> int:
     """Chunks of a row that a kernel gets at a time around a ring; 1 without one: it gets whole rows."""
     chosen = choose_context_attention(model, parallel)
     if parallel.context == 1 or chosen.form != "ring":
@@ -36,21 +40,8 @@ def ring_chunks(model: Model, parallel: Parallel) -> int:
     return parallel.context * (2 if chosen.is_zigzag(model) else 1)
 
 
-def too_few_heads(model: Model, parallel: Parallel) -> str:
+def too_few_heads(model: "Model", parallel: "Parallel") -> str:
     """Why devices along `context` cannot have as many query heads each, in a layer of a model of one kind; or ''."""
     of_device = f"{model.heads=}" + f" over {parallel.model=}" * (parallel.model > 1)
-    return (
-        f"{of_device} is not divisible by {parallel.context=}"
-        if model.heads // parallel.model % parallel.context
-        else ""
-    )
-
-
-def ring_obstacles(model: Model) -> Iterator[Obstacle]:
-    """What a ring does not compute, in a layer of a model of one kind."""
-    if model.span:
-        reason = "a ring's hops are whole or causal, and have no windows"
-        yield Obstacle(f"span={model.span} of model.period", reason, "parallel.context_attention=heads")
-    if model.attention_softcap:
-        reason = "a ring merges scores that have no soft cap"
-        yield Obstacle(f"{model.attention_softcap=}", reason, "parallel.context_attention=heads")
+    too_few = model.heads // parallel.model % parallel.context
+    return f"{of_device} is not divisible by {parallel.context=}" if too_few else ""

@@ -8,17 +8,22 @@ from collections.abc import Callable
 from spmd_lm.axes import BATCH_AXES, DATA
 from spmd_lm.config import overlap
 from spmd_lm.config.adapters import Adapter, NoAdapter
-from spmd_lm.config.context_parallel import choose_context_attention, ring_obstacles, too_few_heads
+from spmd_lm.config.context_parallel import choose_context_attention, too_few_heads, with_form
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
+RING = "parallel.context_attention=ring"
+
 
 def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
-    """Runs a check written for one kind of layer on each kind in model.period."""
+    """Runs a check written for one kind of layer on each kind in model.period, with the form of attention over
+    `context` that all kinds have."""
 
     @functools.wraps(check)
     def check_each(*, model: Model, **sections: object) -> Problems:
         found: list[str] = []
+        if isinstance(parallel := sections.get("parallel"), Parallel):
+            sections["parallel"] = with_form(model, parallel)
         for kind, of_kind in zip(model.kinds, model.of_each_kind, strict=True):
             for problem in check(model=of_kind, **sections):
                 for key in kind.own_sizes:
@@ -160,20 +165,26 @@ def context_divides_rows(model: Model, parallel: Parallel, run: Run) -> Problems
         yield use(problem, *ways)
 
 
-@for_each_kind
 def attention_reaches_over_context(model: Model, parallel: Parallel) -> Problems:
     """Requires enough heads for context_attention=heads, and of a ring what it can compute."""
-    if parallel.context == 1 or model.heads % parallel.model:  # tensor_parallel_divides
-        return
-    chosen, too_few = parallel.context_attention, too_few_heads(model, parallel)
-    fits = nearest(f"{parallel.context=}", divisors(model.heads // parallel.model))
-    if chosen == "heads" and too_few:
-        ring = "" if any(ring_obstacles(model)) else "parallel.context_attention=ring"
-        yield use(f"parallel.context_attention=heads: {too_few}", ring, fits)
-    elif chosen == "ring" or too_few:
-        for settings, reason, alternative in ring_obstacles(model):
-            because = "parallel.context_attention=ring" if chosen == "ring" else f"{parallel.context=}, where {too_few}"
-            yield use(f"{settings} with {because}: {reason}", fits if too_few else alternative)
+    if parallel.context > 1 and not any(each.heads % parallel.model for each in model.of_each_kind):
+        heads = math.gcd(*(each.heads // parallel.model for each in model.of_each_kind))
+        fits, why = nearest(f"{parallel.context=}", divisors(heads)), choose_context_attention(model, parallel).why
+        asked = parallel.context_attention
+        yield from _attention_reaches(model=model, parallel=parallel, asked=asked, why=why, fits=fits)
+
+
+@for_each_kind
+def _attention_reaches(model: Model, parallel: Parallel, asked: str, why: str, fits: str) -> Problems:
+    """asked: the form.  why: the reason of the one that is taken.  fits: degrees with enough heads."""
+    if asked == "heads" and (too_few := too_few_heads(model, parallel)):
+        yield use(f"parallel.context_attention=heads: {too_few}", "" if model.span else RING, fits)
+    if parallel.context_attention == "ring" and model.span:
+        because = RING if asked == "ring" else f"{parallel.context=}, where {why}"
+        problem = (
+            f"span={model.span} of model.period with {because}: a ring's hops are whole or causal, without windows"
+        )
+        yield use(problem, "parallel.context_attention=heads" if asked == "ring" else fits)
 
 
 def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:

@@ -12,6 +12,7 @@ from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import IA3, LoRA, NoAdapter
+from spmd_lm.config.context_parallel import with_form
 from spmd_lm.config.data_sections import CustomData, Instructions, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.mlp import DenseMLP, MLPKind, MoE
@@ -86,7 +87,8 @@ class Model(Section):
     period: LayerKinds | None = None
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: Literal["auto"] | bool = "auto"  # loop over layers with lax.scan; auto: unroll on GPUs if it pays
-    # Kernel; xla: all scores of a row, chunked: in blocks, on any platform; auto: the fastest that fits.
+    # kernel; xla: all scores of a row; chunked: in blocks; auto: a library's kernel where one fits, else chunked, or on
+    # a CPU in short rows xla
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     # user-defined block, head or all modules: path.py:Name, relative to this file; docs/own-model.md
     module: OwnModule | None = None
@@ -447,7 +449,10 @@ class RunConfig(Section):
         """One run per layer of the period, with all layers of that kind."""
         if self.model.period is None:
             return (self,)
-        return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
+        parallel = with_form(self.model, self.parallel)
+        return tuple(
+            self.model_copy(update={"model": model, "parallel": parallel}) for model in self.model.of_each_kind
+        )
 
     def stack_path(self, place: int) -> tuple[str, ...]:
         """The parameter path of the layers at this place in their periods."""
@@ -471,7 +476,7 @@ class RunConfig(Section):
         (m, *_), policy, size = self.model.of_each_kind, self.remat.policy, 1
         if policy == "block":
             # Relative to the layer's input (arXiv:2205.05198, section 4.1).
-            activations = 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)
+            activations = 17 + (2.5 * m.heads * m.context / m.width if m.attention == "xla" else 0)
             size = self.remat.block_size or cheapest_block_size(self.layers_per_chunk, activations)
             policy = "full" if size == 1 else policy
         if self.parallel.pipe > 1 and policy in ("full", "block") and size == self.layers_per_chunk:

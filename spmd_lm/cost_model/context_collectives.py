@@ -88,6 +88,6 @@ def _whole_rows(step: Step, axes: Axes) -> Iterator[ExpectedCollective]:
         yield step.row(ALL_REDUCE, axes, "head", logits, 2 * runs.head, "2m: two numbers of each token of a row")
     for share, _, moe in step.experts:
         passes = share * ((1 + step.recomputes_layer) * runs.layer_passes + runs.forward_passes)
-        counts = "int32", step.rows * moe.experts
+        counts = step.accum_dtype, step.rows * moe.experts
         again = share * step.recomputes_layer * runs.layer_passes
         yield step.row(ALL_REDUCE, axes, "blocks", counts, passes, "choices of a row", again)

@@ -19,7 +19,7 @@ from spmd_lm.adapters import adapters_of
 from spmd_lm.axes import CONTEXT, EXPERT, MODEL, SEQUENCE, TIME, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.adapters import CODED
-from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.attention_kernels import attention_block, choose_kernel
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.remat import RematPolicy
@@ -42,6 +42,7 @@ from spmd_lm.models.context import local_batch
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import RESIDUAL
+from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.dropout import DropoutKey, as_one_operation
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, drop_residuals, exclude, merge, subset_of
@@ -171,12 +172,14 @@ def trace_layer(
         gathers = of_shards.sequence
         key = *key, of_shards.own_rules, of_shards.replicated, sizes, gathers, of_shards.ring
     grouped = plan is not None and choose_product(config, plan.platform).product != BUFFERS
-    key = *key, grouped, jax.config.read("jax_enable_x64")
+    block = attention_block(plan.platform) if plan else AttentionSpec.block
+    key = *key, grouped, block, jax.config.read("jax_enable_x64")
     if (trace := _TRACES.get((key, remat, lanes))) is None:
         inside = _policy_inside(remat, gathers=gathers)
         if (flow := _FLOWS.get((key, inside))) is None:
             _bound(_FLOWS)
-            kernels, in_dtype = (kernel, "traced" if grouped else BUFFERS), jnp.dtype(dtype or p.compute)
+            kernels = _Kernels(kernel, block, "traced" if grouped else BUFFERS)
+            in_dtype = jnp.dtype(dtype or p.compute)
             flow = _FLOWS[key, inside] = _flow(config, of_shards, trains, in_dtype, kernels, inside)
         _bound(_TRACES)
         trace = _TRACES[key, remat, lanes] = flow.under(remat).cost(lanes)
@@ -219,12 +222,21 @@ class _LayerFlow(NamedTuple):
         return LayerTrace(forward, backward, *_saved(self.flow, lanes))
 
 
+class _Kernels(NamedTuple):
+    """What a layer is traced with: its attention kernel, AttentionSpec.block, and the product of its experts."""
+
+    attention: str
+    block: int
+    products: str
+
+
 @functools.lru_cache(maxsize=64)
 def _model(
-    model: Model, objective: Objective, adapter: Any, dtype: str, kernels: tuple[str, str], remat: RematPolicy
+    model: Model, objective: Objective, adapter: Any, dtype: str, kernels: _Kernels, remat: RematPolicy
 ) -> LanguageModel:
-    (kernel, product), modules = kernels, modules_of_model(model, objective)
-    traced = LanguageModel(model, objective, dtype, (kernel,), remat, modules=modules, expert_products=(product,))
+    traced = LanguageModel(model, objective, dtype, (kernels.attention,), remat)
+    own = {"modules": modules_of_model(model, objective), "expert_products": (kernels.products,)}
+    traced = dataclasses.replace(traced, attention_block=kernels.block, **own)
     return dataclasses.replace(traced, adapters=adapters_of(adapter, traced), base=adapter.base)
 
 
@@ -233,7 +245,7 @@ def _flow(
     plan: Plan | None,
     trains: Callable[..., bool] | None,
     dtype: jnp.dtype,
-    kernels: tuple[str, str],
+    kernels: _Kernels,
     remat: RematPolicy,
 ) -> _LayerFlow:
     """plan: determines the shards.  trains: whether a parameter is trained, by its path in a layer; None for all.

@@ -84,7 +84,8 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's section.  dtype: the parameters'.  kernels: attention kernels, keys of ops.attention.KERNELS, one
-    for each layer of a period.  logits_policy: in training.  scan_layers: whether layers run in a scan.
+    for each layer of a period.  attention_block: AttentionSpec.block.  logits_policy: in training.  scan_layers: whether
+    layers run in a scan.
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
     of its blocks' matrices.  base: how these matrices are stored.  expert_products: formulations of the experts'
@@ -102,6 +103,7 @@ class LanguageModel:
     adapters: Adapters = ()
     base: Base = "none"
     expert_products: tuple[str, ...] = ()
+    attention_block: int = AttentionSpec.block
 
     @property
     def names(self) -> Params:
@@ -256,7 +258,9 @@ class LanguageModel:
         key = None if key is None else key.at_layer(layer)
 
         def make_attention(spec: AttentionSpec) -> AttentionCore:
-            core = functools.partial(attention, spec=dataclasses.replace(spec, kernel=self.kernels[place]))
+            core = functools.partial(
+                attention, spec=dataclasses.replace(spec, kernel=self.kernels[place], block=self.attention_block)
+            )
             run: Callable = manual_region(core, partition_spec("batch", None, "heads"))
             run = self._checkpoint(run) if self.remat.recomputes_attention else run
             return functools.partial(run, positions=batch.positions, segment_ids=batch.segments_of_rows, key=key)

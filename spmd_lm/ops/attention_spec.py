@@ -20,8 +20,8 @@ class AttentionSpec:
     """heads, kv_heads: number over all devices.  causal: whether a token attends only to itself and earlier ones.
     rotary: position embeddings of queries and keys, or None.  dropout: rate for the probabilities.  span: a token
     attends to itself, the span - 1 before it and, if not causal, the span - 1 after it; None for the whole row.
-    kernel: a key of ops.attention.KERNELS.  scale: factor of scores; default K^-1/2.  softcap: cap of scores, or
-    None."""
+    kernel: "xla", or a key of ops.attention.KERNELS.  scale: factor of scores; default K^-1/2.  softcap: cap of
+    scores, or None.  block: queries, and keys, of a block of the chunked kernel at most."""
 
     heads: int
     kv_heads: int
@@ -32,6 +32,7 @@ class AttentionSpec:
     kernel: str = "xla"
     scale: float | None = None
     softcap: float | None = None
+    block: int = 512
 
     def scale_of(self, q: Array) -> float:
         return self.scale or q.shape[-1] ** -0.5

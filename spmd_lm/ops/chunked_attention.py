@@ -6,7 +6,7 @@ scores, backward with the logarithm of that sum.  Memory grows with the row, not
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +15,11 @@ from jax import Array, lax
 from spmd_lm.ops.attention_spec import AttentionSpec, Pairs
 from spmd_lm.ops.softcap import softcap
 
-MOST_IN_BLOCK, MOST_ON_CPU = 512, 128
-"""Queries, and keys, of a block at most.  On a CPU scores then stay in its cache: at 1,024 tokens 0.64 of the time of
-dense attention, in blocks of 512 1.1 to 1.5 times as long."""
 MASKED, LEAST_MAXIMUM = -1e30, -1e20
 """Of scores: exp(MASKED - LEAST_MAXIMUM) is 0, so that queries without any visible key need no case of their own."""
 
 
-def block_size(time: int, most: int = MOST_IN_BLOCK) -> int:
+def block_size(time: int, most: int) -> int:
     """Tokens of a block: rows are cut evenly, into blocks of multiples of 8 where there are several."""
     blocks = -(-time // most)
     return time if blocks == 1 else -(-time // (8 * blocks)) * 8
@@ -50,9 +47,9 @@ class _Blocks(NamedTuple):
     time: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, size: int) -> "_Blocks":
+    def of(cls, q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec) -> "_Blocks":
         assert k.shape[1] == q.shape[1]
-        cut = functools.partial(_cut, kv_heads=k.shape[2], size=size)
+        cut = functools.partial(_cut, kv_heads=k.shape[2], size=block_size(q.shape[1], spec.block))
         return cls(cut(q * spec.scale_of(q)), cut(k), cut(v), pairs, spec, q.shape[1])
 
     def scores(self, i: Array, j: Array) -> Array:
@@ -126,25 +123,7 @@ def _replace(x: Array, n: Array, part: Array) -> Array:
 
 def forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec) -> tuple[Array, Array]:
     """Attention [B, T, H, K], and the logarithm of each query's sum of exponentials [B, H, T], float32 or wider."""
-    return _by_platform(functools.partial(_forward, spec=spec), q, k, v, pairs)
-
-
-def backward(
-    q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
-) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v.  out, logsumexp: of attention to these keys, and perhaps to others."""
-    return _by_platform(functools.partial(_backward, spec=spec), q, k, v, pairs, out, logsumexp, d_out)
-
-
-def _by_platform(run: Callable, q: Array, *arrays: Any) -> Any:
-    """run(q, *arrays), in blocks of the platform's size."""
-    sizes = (block_size(q.shape[1], most) for most in (MOST_ON_CPU, MOST_IN_BLOCK))
-    on_cpu, default = (functools.partial(run, size=size) for size in sizes)
-    return lax.platform_dependent(q, *arrays, cpu=on_cpu, default=default)
-
-
-def _forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, size: int) -> tuple[Array, Array]:
-    blocks = _Blocks.of(q, k, v, pairs, spec, size)
+    blocks = _Blocks.of(q, k, v, pairs, spec)
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
 
     def add(carry, i, j):
@@ -170,20 +149,13 @@ def _forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, si
     return _join(out, time).astype(q.dtype), _join(maximum + jnp.log(total), time).swapaxes(1, 2)
 
 
-def _backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    pairs: Pairs,
-    out: Array,
-    logsumexp: Array,
-    d_out: Array,
-    spec: AttentionSpec,
-    size: int,
+def backward(
+    q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    blocks = _Blocks.of(q, k, v, pairs, spec, size)
+    """Gradients of q, k and v.  out, logsumexp: of attention to these keys, and perhaps to others."""
+    blocks = _Blocks.of(q, k, v, pairs, spec)
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
-    cut = functools.partial(_cut, kv_heads=k.shape[2], size=size)
+    cut = functools.partial(_cut, kv_heads=k.shape[2], size=blocks.q.shape[-2])
     d_out_blocks = cut(d_out)
     sums = cut((out.astype(accum_dtype) * d_out.astype(accum_dtype)).sum(-1))
     of_queries = cut(jnp.where(jnp.isfinite(logsumexp), logsumexp, 0).swapaxes(1, 2))

@@ -1,4 +1,4 @@
-"""ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over `data`, and `expert`.
+"""ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over ZERO_AXES.
 
 One dimension of every matrix, `width`, is sharded between steps.  `gather` unshards weights, in the compute dtype;
 `scatter` sums gradients onto the shards that own them.  `ZeroPolicy` says how often a step does each.  Vectors stay

@@ -39,7 +39,7 @@ POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 OFFLOADING: tuple[tuple[Policy, ...], ...] = (ALIKE[0], (*ALIKE[1], "offload"))
 LARGEST_CHUNKS = 8
 LEAST_OF_A_ROW = 1024
-"""Tokens of a row that a device along `context` has at least: with fewer it sends more and longer than it computes."""
+"""Tokens of a row that a device along `context` has at least, in layouts that the search proposes."""
 ROOM = 0.92
 """Largest share of a device's capacity that a prediction may take; docs/planning.md has the errors of predictions."""
 

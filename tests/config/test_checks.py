@@ -106,15 +106,9 @@ def problems(*overrides: str) -> list[str]:
             "parallel.context_attention=ring, or parallel.context=1 or 2",
         ),
         (
-            "parallel.context=4 parallel.context_attention=ring model.attention_softcap=5",
-            "model.attention_softcap=5.0 with parallel.context_attention=ring: a ring merges scores that have no soft "
-            "cap",
-            "parallel.context_attention=heads",
-        ),
-        (
             'parallel.context=4 parallel.context_attention=ring model.period=["block",{"kind":"window","span":3}]',
-            "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, and have "
-            "no windows",
+            "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, without "
+            "windows",
             "parallel.context_attention=heads",
         ),
         *(
@@ -136,9 +130,9 @@ def problems(*overrides: str) -> list[str]:
             "model.attention=chunked",
         ),
         (
-            "parallel.context=4 parallel.model=4 model.attention_softcap=5",
-            "model.attention_softcap=5.0 with parallel.context=4, where model.heads=8 over parallel.model=4 is not "
-            "divisible by parallel.context=4: a ring merges scores that have no soft cap",
+            'parallel.context=4 model.period=[{"kind":"block","heads":2,"head_width":8},{"kind":"window","span":3}]',
+            "span=3 of model.period with parallel.context=4, where model.heads=2 is not divisible by "
+            "parallel.context=4: a ring's hops are whole or causal, without windows",
             "parallel.context=1 or 2",
         ),
         (

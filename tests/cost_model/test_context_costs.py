@@ -9,11 +9,11 @@ from spmd_lm.cost_model.dataflow import equations, inner_jaxprs
 from spmd_lm.cost_model.layer_trace import LayerTrace, trace_layer
 from spmd_lm.ops.attention import attention
 from spmd_lm.ops.attention_spec import AttentionSpec
-from spmd_lm.ops.chunked_attention import MOST_IN_BLOCK
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, make_config
 
 WIDTH, HEADS = 256, 8
+BLOCK = AttentionSpec.block
 
 
 def traced(kernel: str, time: int, **parallel) -> LayerTrace:
@@ -37,7 +37,7 @@ def of_scores(one: LayerTrace) -> tuple[float, float]:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_every_device_of_a_causal_ring_computes_as_many_scores(devices):
     """Whole blocks of chunks: its own three, and two of each other device's."""
-    tokens = 2 * MOST_IN_BLOCK
+    tokens = 2 * BLOCK
     ring = traced("chunked", devices * tokens, context=devices, context_attention="ring")
     a_product = 2 * (2 * devices + 1) * (tokens / 2) ** 2 * WIDTH
     assert of_scores(ring) == (2 * a_product, 5 * a_product)
@@ -53,10 +53,10 @@ def test_devices_with_some_heads_compute_a_rows_scores_with_these():
 
 def test_blocks_of_scores_count_whole_and_go_through_memory():
     """Of four blocks of a row's scores three have visible pairs."""
-    one, fused = traced("chunked", 2 * MOST_IN_BLOCK), traced("cudnn", 2 * MOST_IN_BLOCK)
-    assert of_scores(one)[0] == 2 * 2 * 3 * MOST_IN_BLOCK**2 * WIDTH
-    assert of_scores(fused)[0] == 2 * 2 * 2 * MOST_IN_BLOCK**2 * WIDTH
-    block = HEADS * MOST_IN_BLOCK**2 * 4
+    one, fused = traced("chunked", 2 * BLOCK), traced("cudnn", 2 * BLOCK)
+    assert of_scores(one)[0] == 2 * 2 * 3 * BLOCK**2 * WIDTH
+    assert of_scores(fused)[0] == 2 * 2 * 2 * BLOCK**2 * WIDTH
+    block = HEADS * BLOCK**2 * 4
     assert block < one.forward.peak - fused.forward.peak < 3 * block
     assert one.forward.traffic - fused.forward.traffic > 3 * 2 * block
 

@@ -6,13 +6,13 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from spmd_lm import resolve
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import NoAdapter
 from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_obstacles
 from spmd_lm.config.schema import Model, Parallel
-from spmd_lm.ops import chunked_attention
 from tests.helpers import assert_states_close, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Cuts rows of a few tokens into several blocks."""
-    monkeypatch.setattr(chunked_attention, "MOST_ON_CPU", 4)
+    monkeypatch.setattr(resolve, "attention_block", lambda platform: 4)
 
 
 @st.composite
