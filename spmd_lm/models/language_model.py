@@ -84,8 +84,8 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's section.  dtype: the parameters'.  kernels: attention kernels, keys of ops.attention.KERNELS, one
-    for each layer of a period.  attention_block: AttentionSpec.block.  logits_policy: in training.  scan_layers: whether
-    layers run in a scan.
+    for each layer of a period.  attention_block: AttentionSpec.block.  logits_policy: in training.  scan_layers:
+    whether layers run in a scan.
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
     of its blocks' matrices.  base: how these matrices are stored.  expert_products: formulations of the experts'

@@ -59,7 +59,8 @@ class _Ring(NamedTuple):
     def of(cls, q: Array, segments: Array | None, words: KeyWords | None, spec: AttentionSpec, devices: int) -> "_Ring":
         rules = axis_rules()
         assert rules and num_shards(TIME) == devices, "differentiated under other rules than it was traced under"
-        assert rules.zigzag == spec.causal and spec.span is None
+        assert rules.zigzag == spec.causal, "causal rings are zig-zag, and no others"
+        assert spec.span is None
         chunks = 2 if spec.causal else 1
         return cls(devices, chunks, q.shape[1] // chunks, shard_index(TIME), segments, words, spec)
 
