@@ -30,7 +30,9 @@ SPECS = {
     "causal": AttentionSpec(HEADS, HEADS),
     "causal, grouped, turned, dropped": AttentionSpec(HEADS, 2, rotary=Rotary(100.0), dropout=0.25),
     "bidirectional": AttentionSpec(HEADS, HEADS, causal=False),
-    "bidirectional, grouped, dropped, scaled": AttentionSpec(HEADS, 1, causal=False, dropout=0.25, scale=0.7),
+    "bidirectional, grouped, dropped, capped": AttentionSpec(
+        HEADS, 1, causal=False, dropout=0.25, scale=0.7, softcap=1.5
+    ),
 }
 
 
