@@ -234,9 +234,16 @@ class _Kernels(NamedTuple):
 def _model(
     model: Model, objective: Objective, adapter: Any, dtype: str, kernels: _Kernels, remat: RematPolicy
 ) -> LanguageModel:
-    traced = LanguageModel(model, objective, dtype, (kernels.attention,), remat)
-    own = {"modules": modules_of_model(model, objective), "expert_products": (kernels.products,)}
-    traced = dataclasses.replace(traced, attention_block=kernels.block, **own)
+    traced = LanguageModel(
+        model,
+        objective,
+        dtype,
+        (kernels.attention,),
+        remat,
+        modules=modules_of_model(model, objective),
+        expert_products=(kernels.products,),
+        attention_block=kernels.block,
+    )
     return dataclasses.replace(traced, adapters=adapters_of(adapter, traced), base=adapter.base)
 
 
