@@ -37,20 +37,27 @@ def visible_blocks(time: int, size: int, causal: bool, span: int | None) -> np.n
 class _Blocks(NamedTuple):
     """A row's arrays as [blocks, B, G, H / G, block, K], keys' and values' with 1 in place of H / G, for a loop.
 
-    time: tokens without padding."""
+    order: indices of the blocks with visible pairs, [n, 2].  time: tokens without padding."""
 
     q: Array
     k: Array
     v: Array
     pairs: Pairs
     spec: AttentionSpec
+    order: Array
     time: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec) -> "_Blocks":
-        assert k.shape[1] == q.shape[1]
-        cut = functools.partial(_cut, kv_heads=k.shape[2], size=block_size(q.shape[1], spec.block))
-        return cls(cut(q * spec.scale_of(q)), cut(k), cut(v), pairs, spec, q.shape[1])
+    def of(cls, q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, data: Array) -> "_Blocks":
+        """data: what is differentiated.  Masks and their dropout depend on positions alone: where jax evaluates a
+        program in part, a loop of their own would make them ahead, and keep them for all blocks.  Behind one barrier
+        with data they stay in this one (tests/planning/test_full_scores.py)."""
+        time, size = q.shape[1], block_size(q.shape[1], spec.block)
+        assert k.shape[1] == time
+        order = jnp.asarray(visible_blocks(time, size, spec.causal, spec.span))
+        order, pairs, _ = lax.optimization_barrier((order, pairs, data))
+        cut = functools.partial(_cut, kv_heads=k.shape[2], size=size)
+        return cls(cut(q * spec.scale_of(q)), cut(k), cut(v), pairs, spec, order, time)
 
     def scores(self, i: Array, j: Array) -> Array:
         """Capped scores [B, G, H / G, block, block] of queries i and keys j, float32 or wider; MASKED where they do
@@ -93,8 +100,7 @@ class _Blocks(NamedTuple):
 
     def loop(self, body: Callable, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         """body(carry, i, j) -> carry, for all visible blocks."""
-        blocks = visible_blocks(self.time, self.q.shape[-2], self.spec.causal, self.spec.span)
-        return lax.scan(lambda carry, at: (body(carry, *at), None), carry, jnp.asarray(blocks))[0]
+        return lax.scan(lambda carry, at: (body(carry, *at), None), carry, self.order)[0]
 
 
 def _cut(x: Array, kv_heads: int, size: int) -> Array:
@@ -123,7 +129,7 @@ def _replace(x: Array, n: Array, part: Array) -> Array:
 
 def forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec) -> tuple[Array, Array]:
     """Attention [B, T, H, K], and the logarithm of each query's sum of exponentials [B, H, T], float32 or wider."""
-    blocks = _Blocks.of(q, k, v, pairs, spec)
+    blocks = _Blocks.of(q, k, v, pairs, spec, q)
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
 
     def add(carry, i, j):
@@ -153,7 +159,7 @@ def backward(
     q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v.  out, logsumexp: of attention to these keys, and perhaps to others."""
-    blocks = _Blocks.of(q, k, v, pairs, spec)
+    blocks = _Blocks.of(q, k, v, pairs, spec, d_out)
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
     cut = functools.partial(_cut, kv_heads=k.shape[2], size=blocks.q.shape[-2])
     d_out_blocks = cut(d_out)

@@ -10,7 +10,7 @@ from spmd_lm.planning.audit import audit_step
 from tests.planning.test_audit import compilable
 
 pytestmark = pytest.mark.slow
-ARRAY = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]")
+ARRAY = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[(\d+(?:,\d+)+)\]")  # a library's workspace has one dimension
 
 
 def full_scores(recipe: str, where: str, tokens: int, *keys: str) -> set[str]:
