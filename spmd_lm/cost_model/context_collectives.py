@@ -67,17 +67,19 @@ def _exchanges_of_heads(step: Step, axes: Axes, model: Model, passes: _Passes) -
 
 
 def _around_the_ring(step: Step, axes: Axes, model: Model, passes: _Passes) -> Iterator[ExpectedCollective]:
-    """Permutes of keys and values, forward and backward, and of their gradients, which go all the way round."""
+    """Permutes of keys and values, forward and backward, and of their gradients, which go all the way round, the last
+    hop in the compute dtype."""
     _, kv_heads = _widths(step, model)
     n, elements = step.plan.layout.context, step.tokens * kv_heads * model.head_dim
     runs, again = passes.forward + passes.backward + passes.again, 2 * (n - 1) * passes.again * step.unrolled
-    formula = f"keys and values, {n - 1} hops each time"
-    yield step.row(COLLECTIVE_PERMUTE, axes, "blocks", (step.compute, elements), 2 * (n - 1) * runs, formula, again)
+    formula = f"keys and values, {n - 1} hops each time, and their gradients' last hop"
+    count = 2 * (n - 1) * runs + 2 * passes.backward
+    yield step.row(COLLECTIVE_PERMUTE, axes, "blocks", (step.compute, elements), count, formula, again)
     if not passes.backward:
         return
     gradients = step.accum_dtype, elements
-    formula = f"their gradients, {n} hops"
-    yield step.row(COLLECTIVE_PERMUTE, axes, "blocks", gradients, 2 * n * passes.backward, formula)
+    formula = f"their gradients, {n - 1} hops"
+    yield step.row(COLLECTIVE_PERMUTE, axes, "blocks", gradients, 2 * (n - 1) * passes.backward, formula)
 
 
 def _whole_rows(step: Step, axes: Axes) -> Iterator[ExpectedCollective]:

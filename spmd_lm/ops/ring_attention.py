@@ -20,6 +20,7 @@ from spmd_lm.active_rules import active_axes, axis_rules, num_shards
 from spmd_lm.axes import TIME
 from spmd_lm.ops.attention_spec import AttentionSpec, Kernel, Pairs, Tokens
 from spmd_lm.ops.collectives import shard_index, time_positions
+from spmd_lm.ops.compiler_workarounds import run_again
 from spmd_lm.ops.dropout import KeyWords
 
 Tree = Any
@@ -148,6 +149,7 @@ def _forward(q, k, v, segments, words, spec, kernel, devices):
 
 def _backward(spec, kernel, devices, saved, d_out):
     q, k, v, segments, words, out, logsumexp = saved
+    k, v = run_again(k, v)  # recomputation's first hop, whose result would be kept
     ring = _Ring.of(q, segments, words, spec, devices)
     accum_dtype = jnp.promote_types(q.dtype, jnp.float32)
     queries, kv = ring.cut(q, 1), (ring.cut(k, 1), ring.cut(v, 1))
@@ -167,8 +169,8 @@ def _backward(spec, kernel, devices, saved, d_out):
         return d_q, d_kv
 
     d_q, d_kv = ring.around(turn, kv, (d_q, jax.tree.map(lambda x: jnp.zeros(x.shape, accum_dtype), kv)))
-    d_k, d_v = (ring.join(x, 1) for x in ring.send(d_kv))
-    return ring.join(d_q, 1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    d_k, d_v = ring.send([ring.join(x, 1).astype(k.dtype) for x in d_kv])  # nothing is added to them at home
+    return ring.join(d_q, 1).astype(q.dtype), d_k, d_v, None, None
 
 
 _ring_attention.defvjp(_forward, _backward)

@@ -78,11 +78,11 @@ def test_heads_are_exchanged_for_tokens(parallel, remat, kv_heads, tokens, queri
     ],
 )
 def test_keys_and_values_go_around_a_ring(parallel, remat, kv_heads, elements, rounds, backward):
-    """Gradients, in float32, make one hop more, which brings them home."""
+    """Gradients, in float32, make one hop more, in the compute dtype, which brings them home."""
     n = parallel["context"]
     found = sent(parallel | {"context_attention": "ring"}, remat, BFLOAT16, kv_heads=kv_heads)
-    keys = 2 * (n - 1) * rounds
-    gradients = 2 * n * backward
+    keys = 2 * (n - 1) * rounds + 2 * backward
+    gradients = 2 * (n - 1) * backward
     assert found == {
         (COLLECTIVE_PERMUTE, "bfloat16"): (keys, keys * 2 * elements),
         (COLLECTIVE_PERMUTE, "float32"): (gradients, gradients * 4 * elements),
