@@ -1,8 +1,8 @@
 """Kernels of libraries, cuDNN on GPUs and splash on TPUs, as forward and backward.
 
 Their backward passes take the logarithm of a sum over more keys than they are given, as attention around a ring needs;
-the public functions do not.  All of jax's private names that this takes are in this file, and in
-tests/ops/test_fused_attention.py.  Neither kernel has dropout.  Shapes: ops/attention_spec.py."""
+the public functions do not: they are called by private names, which tests/ops/test_fused_attention.py watches.  Neither
+kernel has dropout.  Shapes: ops/attention_spec.py."""
 
 import functools
 from typing import Any
@@ -13,6 +13,7 @@ from jax import Array
 from jax.extend.core import Primitive
 
 from spmd_lm.ops.attention_spec import AttentionSpec, Pairs, unmasked_scores
+from spmd_lm.ops.jax_internals import AttentionLayout, MaskType, cudnn_attention_backward
 
 # ---- cuDNN
 
@@ -37,16 +38,14 @@ def cudnn_forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpe
 def cudnn_backward(
     q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     lengths = _cudnn_options(pairs, spec).values()
     unused = jnp.zeros(0, q.dtype)
     queries, keys = (unused if n is None else n for n in lengths)
-    mask = cudnn.MaskType.CAUSAL if spec.causal else cudnn.MaskType.NO_MASK
-    mask = mask if queries is unused else cudnn.MaskType.PADDING
+    mask = MaskType.CAUSAL if spec.causal else MaskType.NO_MASK
+    mask = mask if queries is unused else MaskType.PADDING
     saved = q, k, v, unused, queries, keys, *[unused] * 4, logsumexp.astype(jnp.float32), out
-    static = spec.scale_of(q), 42, 0.0, (False, False), mask, cudnn.AttentionLayout.BTNH.value, spec.span
-    return cudnn._dot_product_attention_bwd_rule(*static, True, False, saved, d_out.astype(q.dtype))[:3]
+    static = spec.scale_of(q), 42, 0.0, (False, False), mask, AttentionLayout.BTNH.value, spec.span
+    return cudnn_attention_backward(*static, True, False, saved, d_out.astype(q.dtype))[:3]
 
 
 # ---- splash

@@ -109,7 +109,8 @@ def test_attention_of_one_head_is_not_a_gradient_of_weights():
 
 def test_a_frozen_kind_of_layer_is_not_trained():
     period = [{"kind": "window", "span": 4}, {"kind": "block", "mlp_width": 96}]
-    config = make_config(model={"layers": 4, "period": period}, optim={"freeze": "blocks.0.* blocks.2.*"})
+    model = {"layers": 4, "period": period, "attention": "xla"}
+    config = make_config(model=model, optim={"freeze": "blocks.0.* blocks.2.*"})
     (_, _, frozen), (_, _, trained) = trace_layers(config, abstract_plan(config, 1, "gpu", ""))
     one, two = (each.backward.product_flops / each.forward.product_flops for each in (frozen, trained))
     assert 1 < one < 1.1 and two == 2  # attention has no weights: two products for each

@@ -1,5 +1,4 @@
-"""Kernels of libraries as forward and backward; their private names are those of jax that ops/fused_attention.py
-takes."""
+"""Kernels of libraries as forward and backward, and the private names of jax that this takes."""
 
 import dataclasses
 import functools
@@ -14,6 +13,7 @@ import pytest
 from spmd_lm.ops import fused_attention
 from spmd_lm.ops.attention import KERNELS, attention, run_kernel
 from spmd_lm.ops.attention_spec import AttentionSpec, Kernel, Pairs, Tokens
+from spmd_lm.ops.jax_internals import cudnn_attention_backward
 from tests.helpers import relative
 from tests.ops.test_attention import check, documents, with_gradients
 
@@ -161,7 +161,6 @@ def test_cudnn_is_called_as_jax_calls_it(spec, padded, without_cudnn):
 
 def test_private_names_take_what_they_are_given():
     """A jax that moves or changes them fails here."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     def arguments(f) -> str:
@@ -171,7 +170,7 @@ def test_private_names_take_what_they_are_given():
         "save_residuals mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap "
         "interpret res do"
     )
-    assert arguments(cudnn._dot_product_attention_bwd_rule) == (
+    assert arguments(cudnn_attention_backward) == (
         "scale seed dropout_rate variadic_args mask_type layout sliding_window_length is_training return_residual "
         "res grad_output"
     )

@@ -103,7 +103,7 @@ def test_periods_of_layers_are_told_with_their_kernels():
     )
     text = render(describe(config, topology=parse_topology("h100:1x8")))
     assert "layers  8 in periods of 5 window and 1 block, the last one of 2 layers, unrolled" in text
-    assert "attention xla, cudnn (span=4 of model.period: cuDNN's windows are causal; fused kernel for gpu)" in text
+    assert "attention chunked, cudnn (span=4 of model.period: cuDNN's windows are causal; fused kernel for gpu)" in text
 
 
 def test_a_simulated_run_is_planned_for_its_simulated_devices():
@@ -188,10 +188,10 @@ def test_what_runs_beside_the_computation_is_in_the_summary():
 
 
 def test_how_attention_reaches_over_context_is_in_the_summary():
-    assert "\nrows " not in summary(describe(make_config(parallel={"data": 8}, precision=FLOAT32)))
+    assert "\ncontext " not in summary(describe(make_config(parallel={"data": 8}, precision=FLOAT32)))
     config = make_config(parallel={"context": 8, "context_attention": "ring"}, precision=FLOAT32)
-    (line,) = [line for line in summary(describe(config)).splitlines() if line.startswith("rows ")]
-    assert line == "rows    attention over context: ring (as configured)"
+    (line,) = [line for line in summary(describe(config)).splitlines() if line.startswith("context ")]
+    assert line == "context attention by ring (as configured)"
     plan = abstract_plan(config, 8, "cpu", "cpu")
     sizes = {axis: size for axis, size in plan.mesh.shape.items() if axis != "context"} | {"context0": 4, "context1": 2}
     on_torus = dataclasses.replace(plan, mesh=AbstractMesh(tuple(sizes.values()), tuple(sizes)))
@@ -209,7 +209,7 @@ def test_a_deterministic_run_says_so_and_which_attention_it_takes():
 
     assert kernel_line("gpu") == "kernel  attention cudnn (fused kernel for gpu), compute bfloat16"
     deterministic = kernel_line("gpu", deterministic=True)
-    assert "attention xla (run.deterministic=true: cuDNN's attention ends in its first step" in deterministic
+    assert "attention chunked (run.deterministic=true: cuDNN's attention ends in its first step" in deterministic
     assert deterministic.endswith("compute bfloat16, deterministic")
     assert kernel_line("cpu", deterministic=True).endswith("compute bfloat16, deterministic")
 

@@ -39,11 +39,11 @@ def test_no_two_gradients_are_added_to_one_row_at_once(options):
     assert all("unique_indices=true" in scatter for scatter in deterministic)
 
 
-def test_deterministic_programs_take_xla_s_attention_and_the_option_whatever_else_is_set():
+def test_deterministic_programs_take_the_chunked_kernel_and_the_option_whatever_else_is_set():
     p, plain = gpu_program(compiler_options="none", deterministic=True), gpu_program()
     assert p.xla_options.deterministic == {"xla_gpu_deterministic_ops": True} and not plain.xla_options.deterministic
     assert p.xla_options.deterministic.items() <= p.xla_options.values.items()
-    assert p.model.kernels == ("xla",) and plain.model.kernels == ("cudnn",)
+    assert p.model.kernels == ("chunked",) and plain.model.kernels == ("cudnn",)
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def test_a_sharded_batch_equals_the_rows_on_the_host(spec):
     rows = make(batch=32, microbatches=4)
     sharding = NamedSharding(mesh, spec)
     fields = present(rows.rows(9, 0, 32))
-    assert {*FIELDS} - {*fields} == {"end_positions"}
+    assert {*FIELDS} - {*fields} == {"end_positions", "row_segments"}
     batch = rows.batch(9, Batch(**dict.fromkeys(fields, sharding)))
     assert_same(batch, jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), rows.rows(9, 0, 32)))
     assert all(getattr(batch, field).sharding == sharding for field in fields)
