@@ -107,14 +107,13 @@ def obstacles(
         yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", multiple))
 
 
-DENSE_ON_CPU = 256
-"""Tokens of a row up to which a CPU takes the dense kernel.  There the chunked one takes as long, at 512 tokens 0.75
-and at 1,024 0.64 of its time (`python benchmarks/attention.py`)."""
+DENSE_ON_CPU = 512
+"""Tokens of a row up to which a CPU takes the dense kernel.  Of its time the chunked one takes 1.15 there, at 1,024
+tokens 0.82, and at 4,096 0.60 (`python benchmarks/attention.py`, causal)."""
 
 
 def attention_block(platform: str) -> int:
-    """Queries, and keys, of a block of the chunked kernel at most.  In blocks of 128 scores stay in a CPU's cache: in
-    larger ones rows of 1,024 tokens take up to twice as long."""
+    """Queries, and keys, of a block of the chunked kernel at most.  In blocks of 128 scores stay in a CPU's cache."""
     return 128 if platform == "cpu" else 512
 
 

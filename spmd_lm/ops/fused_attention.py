@@ -13,7 +13,7 @@ from jax import Array
 from jax.extend.core import Primitive
 
 from spmd_lm.ops.attention_spec import AttentionSpec, Pairs, unmasked_scores
-from spmd_lm.ops.jax_internals import AttentionLayout, MaskType, cudnn_attention_backward
+from spmd_lm.ops.jax_internals import MaskType, cudnn_attention_backward
 
 # ---- cuDNN
 
@@ -38,14 +38,11 @@ def cudnn_forward(q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpe
 def cudnn_backward(
     q: Array, k: Array, v: Array, pairs: Pairs, spec: AttentionSpec, out: Array, logsumexp: Array, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    lengths = _cudnn_options(pairs, spec).values()
-    unused = jnp.zeros(0, q.dtype)
-    queries, keys = (unused if n is None else n for n in lengths)
-    mask = MaskType.CAUSAL if spec.causal else MaskType.NO_MASK
-    mask = mask if queries is unused else MaskType.PADDING
-    saved = q, k, v, unused, queries, keys, *[unused] * 4, logsumexp.astype(jnp.float32), out
-    static = spec.scale_of(q), 42, 0.0, (False, False), mask, AttentionLayout.BTNH.value, spec.span
-    return cudnn_attention_backward(*static, True, False, saved, d_out.astype(q.dtype))[:3]
+    queries, keys = _cudnn_options(pairs, spec).values()
+    mask = MaskType.CAUSAL if spec.causal else MaskType.NO_MASK if queries is None else MaskType.PADDING
+    results = logsumexp.astype(jnp.float32), out, d_out.astype(q.dtype)
+    how: dict[str, Any] = {"scale": spec.scale_of(q), "mask": mask, "window": spec.span}
+    return cudnn_attention_backward(q, k, v, (queries, keys), results, **how)
 
 
 # ---- splash

@@ -27,7 +27,7 @@ def config(
 @pytest.mark.parametrize(
     ("asked", "where", "dropout", "context", "kernel", "why"),
     [
-        ("auto", ("cpu", "bfloat16"), 0.0, 256, "xla", "at most 256 tokens on a CPU"),
+        ("auto", ("cpu", "bfloat16"), 0.0, 512, "xla", "at most 512 tokens on a CPU"),
         ("auto", ("cpu", "bfloat16"), 0.0, 1024, "chunked", "no fused kernel for cpu"),
         ("auto", GPU, 0.0, 1024, "cudnn", "fused"),
         ("auto", GPU, 0.1, 1024, "chunked", "attention_dropout=0.1"),
