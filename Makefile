@@ -6,7 +6,7 @@
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make predictions  memory and bytes of random runs beside absent hardware's compilers: RUNS=3, 2 minutes. SEED=0x1f
-# make notebooks    run notebooks/ from top to bottom: 10 minutes. PART=0/10 runs the first of the ten alone
+# make notebooks    run notebooks/ from top to bottom: 10 minutes. PART=0/11 runs the first of the 11 alone
 # make soak         kill a run 50 times at random, and compare what it ends with: SOAK_KILLS=50, 8 minutes on 2 cores
 # make bench-gpu    train steps beside PyTorch's on a GPU, or tiny ones on the CPU: SIZES=gpt2-124m
 # make lint         format, lint, types: nothing is changed

@@ -11,6 +11,7 @@ from spmd_lm.plots.experts import expert_load
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of
 from spmd_lm.plots.lines import curves
 from spmd_lm.plots.pipelines import schedule
+from spmd_lm.plots.rings import ring
 from spmd_lm.plots.scaling import efficiency, scaling_law
 from spmd_lm.plots.style import Figure
 
@@ -24,6 +25,7 @@ __all__ = [
     "goodput",
     "memory",
     "mesh",
+    "ring",
     "scaling_law",
     "schedule",
     "sharding",

@@ -12,6 +12,7 @@ import spmd_lm
 from spmd_lm import plots
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.plots.lines import isolated, series, thin_out
+from spmd_lm.plots.rings import ring_chunks, ring_scores
 from spmd_lm.plots.style import TEXT, WIDTH, abbreviated, format_tick, printable
 
 HOSTILE = 'a $x$_<b>\x00&"quoted"\ud800'
@@ -62,6 +63,28 @@ def test_the_load_of_experts_has_a_row_for_each_layer():
     (image,) = figure.axes[0].images
     assert image.get_array().tolist() == load and {"none", "even", "twice", "expert"} <= {*texts(figure)}
     plots.expert_load([[1.0] * 2048] * 96).to_svg()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("devices", [2, 3, 8, 20])
+def test_hops_of_a_ring_have_each_visible_pair_of_chunks_once(devices, causal):
+    hops = [ring_scores(hop, devices, causal) for hop in range(devices)]
+    chunks = 2 * devices if causal else devices
+    pairs = [pair for hop in hops for pair in hop]
+    assert len(pairs) == len({*pairs}) == (chunks * (chunks + 1) // 2 if causal else chunks**2)
+    for number, hop in enumerate(hops):
+        work = np.bincount(list(hop.values()), minlength=devices)
+        assert (work == ((2 if number else 3) if causal else 1)).all()
+    assert f"hop {devices - 1}" in texts(plots.ring(devices, causal))
+
+
+def test_a_ring_s_chunks_are_those_that_a_device_has():
+    from spmd_lm.active_rules import AxisRules, use_axis_rules
+    from spmd_lm.ops.collectives import time_positions
+
+    with use_axis_rules(AxisRules({"time": ("context",)}, {"context": 4}, ring=True, zigzag=True)):
+        positions = [time_positions(2, device) for device in range(4)]
+    assert [list(each) for each in positions] == [ring_chunks(device, 4, causal=True) for device in range(4)]
 
 
 def test_a_large_mesh_is_abbreviated():
