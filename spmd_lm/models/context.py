@@ -13,8 +13,8 @@ from spmd_lm.axes import TIME
 from spmd_lm.batch import PER_ROW, Batch
 from spmd_lm.models.layers import BlockLinears
 from spmd_lm.ops.attention_spec import AttentionSpec
-from spmd_lm.ops.context import on_first, own_tokens
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.shared_rows import on_first, own_tokens
 
 LossDict = dict[str, jax.Array]  # losses by name, and STATISTICS
 

@@ -26,10 +26,10 @@ from spmd_lm.ops.collectives import (
     manual_region,
     psum_unreduced,
 )
-from spmd_lm.ops.context import from_first, gather_rows, on_first
 from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import upcast
+from spmd_lm.ops.shared_rows import from_first, gather_rows, on_first
 from spmd_lm.ops.softcap import softcap
 
 

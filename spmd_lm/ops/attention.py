@@ -13,10 +13,10 @@ from spmd_lm.axes import TIME
 from spmd_lm.ops import chunked_attention, fused_attention
 from spmd_lm.ops.attention_spec import AttentionSpec, Kernel, Pairs, Tokens
 from spmd_lm.ops.collectives import global_indices, local_slice
-from spmd_lm.ops.context import heads_to_time, is_ring, repeat_heads, time_to_heads
 from spmd_lm.ops.dense_attention import dense_attention, softmax_attention
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.ring_attention import ring_attention
+from spmd_lm.ops.shared_rows import attends_in_a_ring, heads_to_time, repeat_heads, time_to_heads
 
 SITE = 0  # the dropout site of attention probabilities
 
@@ -65,7 +65,7 @@ def attention(
     get whole rows of some of its heads."""
     shape, lanes = q.shape, global_indices("heads", spec.heads // num_shards("heads"))
     q, k, v = spec.split_heads(q, k, v, positions)
-    if is_ring():
+    if attends_in_a_ring():
         words = key.words(SITE, lanes) if key is not None and spec.dropout else None
         return ring_attention(q, k, v, segment_ids, words, spec, KERNELS[spec.kernel]).reshape(shape)
     if active_axes(TIME):

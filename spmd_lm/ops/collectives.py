@@ -53,7 +53,7 @@ def global_indices(name: str, local_size: int) -> Array:
 
 def time_positions(size: int, device: Array | None = None) -> Array:
     """Positions, int32, in the row of the `size` tokens that a device along `time` has of it, this one unless another
-    is given; their order: ops/context.py."""
+    is given; their order: ops/shared_rows.py."""
     devices, rules = num_shards(TIME), axis_rules()
     device = shard_index(TIME) if device is None else device
     if rules is None or not rules.zigzag or devices == 1:

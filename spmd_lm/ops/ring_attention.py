@@ -1,11 +1,11 @@
 """Attention of rows whose tokens several devices share: keys and values travel around the ring of these devices
 (arXiv:2310.01889), and a device computes with those that it has while the next ones are on their way.
 
-With a causal mask a device's tokens are two chunks of the row (zig-zag, ops/context.py), so that every pair of chunks
-is causal, a chunk with itself, or whole, or without any visible pair: a kernel is called for chunks of one size, three
-times with the device's own keys and twice with those of each other device, which is the same work for all.  Partial
-results are merged by the logarithms of their sums of exponentials, in float32 or wider.  In backward the gradients of
-keys and values travel with them, to arrive at home after a full turn.  Shapes: ops/attention_spec.py."""
+With a causal mask a device's tokens are two chunks of the row (zig-zag, ops/shared_rows.py), so that every pair of
+chunks is causal, a chunk with itself, or whole, or without any visible pair: a kernel is called for chunks of one size,
+three times with the device's own keys and twice with those of each other device, which is the same work for all.
+Partial results are merged by the logarithms of their sums of exponentials, in float32 or wider.  In backward the
+gradients of keys and values travel with them, to arrive at home after a full turn.  Shapes: ops/attention_spec.py."""
 
 import dataclasses
 import functools

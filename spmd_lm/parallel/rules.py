@@ -52,8 +52,8 @@ tokens for them."""
 
 CONTEXT_PARALLEL: Table = {TIME: (CONTEXT,)}
 """Context parallelism: devices along `context` have different tokens of the same rows, and only attention needs those
-of the others (ops/context.py).  `sequence` is then a device's shard of its own tokens, so that f and g, the embedding
-and the losses are what they are without it."""
+of the others (ops/shared_rows.py).  `sequence` is then a device's shard of its own tokens, so that f and g, the
+embedding and the losses are what they are without it."""
 
 USED_IN_PART = ("kv_heads", "head_width", "rank", EXPERTS)
 """Dimensions of parameters that a device uses for its own shards alone, even where it holds all of them: those that

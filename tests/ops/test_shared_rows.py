@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.active_rules import AxisRules, use_axis_rules
 from spmd_lm.axes import CONTEXT, SEQUENCE, TIME
 from spmd_lm.ops.collectives import row_positions
-from spmd_lm.ops.context import (
+from spmd_lm.ops.shared_rows import (
     from_first,
     gather_rows,
     heads_to_time,

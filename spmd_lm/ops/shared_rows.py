@@ -65,7 +65,7 @@ def repeat_heads(x: Array) -> Array:
     return jnp.repeat(x, math.lcm(heads, num_shards(TIME)) // heads, axis=2)
 
 
-def is_ring() -> bool:
+def attends_in_a_ring() -> bool:
     """True if keys and values travel between devices that share rows."""
     rules = axis_rules()
     return bool(active_axes(TIME)) and rules is not None and rules.ring
