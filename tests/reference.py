@@ -173,7 +173,8 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None, auxil
         def drop_weights(w, layer=layer):
             return dropout.probabilities(w, c.attention_dropout, layer) if dropout else w
 
-        how = heads, batch.segments, drop_weights, c.kind == "gpt", rotary, getattr(kind, "span", None)
+        span, cap = getattr(kind, "span", None), c.attention_softcap
+        how = heads, batch.segments, drop_weights, c.kind == "gpt", rotary, span, None, cap
 
         def attend(h, a=p["attention"], how=how):
             q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))

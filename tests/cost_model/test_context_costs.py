@@ -7,10 +7,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.cost_model.dataflow import equations, inner_jaxprs
 from spmd_lm.cost_model.layer_trace import LayerTrace, trace_layer
+from spmd_lm.ops import attention as attention_module
 from spmd_lm.ops.attention import attention
 from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, make_config
+from tests.ops.test_ring_attention import replaced
 
 WIDTH, HEADS = 256, 8
 BLOCK = AttentionSpec.block
@@ -68,8 +70,9 @@ def test_activations_are_divided(form, arrays):
     assert shared.saved == pytest.approx(alone.saved / 4 + arrays * 1024 * WIDTH * 4, rel=0.005)
 
 
-def test_what_a_ring_sends_does_not_wait_for_its_kernels():
-    """In each turn keys, values and their gradients leave as they came in: sends may run beside the kernel's calls."""
+def sends_of_what_came_in() -> list[list[bool]]:
+    """For each loop over the hops of a causal ring, forward and backward: whether each of its sends is of an array that
+    the turn began with, and not of what its kernels computed."""
     model = {"width": WIDTH, "heads": HEADS, "context": 1024}
     config = make_config(model=model, parallel={"data": 1, "context": 4, "context_attention": "ring"})
     plan = abstract_plan(config, 4, "gpu", "")
@@ -82,5 +85,25 @@ def test_what_a_ring_sends_does_not_wait_for_its_kernels():
     (outer,) = jax.make_jaxpr(plan.shard_map(both, (tokens,) * 3, (tokens,) * 3))(x, x, x).eqns
     found = [each for equation in next(inner_jaxprs(outer)).eqns for each, _ in equations(equation)]
     turns = [each.params["jaxpr"].jaxpr for each in found if each.primitive is lax.scan_p]
-    sends = [[e.invars[0] in turn.invars for e in turn.eqns if e.primitive.name == "ppermute"] for turn in turns]
-    assert sends == [[True] * 2, [True] * 4]  # forward keys and values, backward their gradients too
+    return [[e.invars[0] in turn.invars for e in turn.eqns if e.primitive.name == "ppermute"] for turn in turns]
+
+
+def test_what_a_ring_sends_does_not_wait_for_its_kernels():
+    """Keys, values and their gradients leave as they came in: sends may run beside the kernel's calls."""
+    assert sends_of_what_came_in() == [[True] * 2, [True] * 4]
+
+
+LATE = {
+    "keys and values": (
+        "return (self.send(kv), turn(carry, kv, (self.device - n) % self.devices)), None",
+        """kv, carry = lax.optimization_barrier((kv, turn(carry, kv, (self.device - n) % self.devices)))
+            return (self.send(kv), carry), None""",
+    ),
+    "gradients": ("return d_q, d_kv\n", "return d_q, ring.send(d_kv)\n"),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_send_after_the_kernels_is_told(late, monkeypatch):
+    monkeypatch.setattr(attention_module, "ring_attention", replaced(*LATE[late]))
+    assert sends_of_what_came_in() != [[True] * 2, [True] * 4]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, use_axis_rules
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.axes import CONTEXT, TIME
 from spmd_lm.ops import attention as attention_module
 from spmd_lm.ops import ring_attention
 from spmd_lm.ops.attention import KERNELS, attention
 from spmd_lm.ops.attention_spec import AttentionSpec
-from spmd_lm.ops.context import gather_rows, own_tokens
 from spmd_lm.ops.rotary import Rotary
+from spmd_lm.ops.shared_rows import gather_rows, own_tokens
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from tests.helpers import relative
 from tests.ops.test_attention import documents, with_gradients
-from tests.ops.test_chunked_attention import HEADS, KEY, arrays
+from tests.ops.test_chunked_attention import HEADS, KEY, WIDTH, arrays
 from tests.ops.test_fused_attention import INTERPRETED
 
 TIME_OF_ROW = 32
@@ -36,8 +39,13 @@ SPECS = {
 }
 
 
-def on_ring(devices: int, spec: AttentionSpec, segments, *args, under_rules: bool = True, zigzag: bool | None = None):
-    """Attention of whole rows, and gradients, around a ring; arguments and results are whole rows.
+def on_ring(devices: int, spec: AttentionSpec, segments, *args, **options):
+    """Attention of whole rows, and gradients, around a ring; arguments and results are whole rows."""
+    return ring(devices, spec, segments, **options)(*args)
+
+
+def ring(devices: int, spec: AttentionSpec, segments, *, under_rules: bool = True, zigzag: bool | None = None):
+    """The compiled function of q, k, v and the gradient of the result.
     under_rules: whether it is differentiated under the rules that it is traced under.
     zigzag: whether a device has two chunks of a row; default as it must be."""
     layout = Layout(context=devices)
@@ -57,7 +65,7 @@ def on_ring(devices: int, spec: AttentionSpec, segments, *args, under_rules: boo
             return tuple(map(gather_rows, (out, *gradients)))
 
     mesh = make_mesh(layout, jax.devices()[:devices])
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(*args)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,7 +86,8 @@ def chunked(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, kernel="chunked")
 
 
-QUICK = (2, "bidirectional, grouped, dropped, scaled", True)
+QUICK = (2, "bidirectional, grouped, dropped, capped", True)
+assert QUICK[1] in SPECS
 
 
 @pytest.mark.parametrize(
@@ -92,12 +101,27 @@ def test_a_ring_is_the_dense_kernel(devices, name, packed, x64):
     assert_is_dense(devices, SPECS[name], packed)
 
 
+@pytest.mark.parametrize(
+    "devices", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_a_device_computes_as_many_scores_as_others(devices):
+    """(2n + 1)(t/2)^2 of each head, in two products, in the program that the compiler makes of forward."""
+    chunk = 16
+    spec, tokens = dataclasses.replace(chunked(SPECS["causal"]), block=chunk), 2 * chunk * devices
+    args = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays(tokens, spec, rows=1)]
+    forward = jax.jit(lambda *args: ring(devices, spec, None)(*args)[0])
+    a_product = 2 * (2 * devices + 1) * chunk**2 * WIDTH
+    found = compiled_flops(HloModule(forward.lower(*args).compile().as_text()))
+    assert found == pytest.approx(2 * a_product, rel=0.02)
+
+
 LENGTHS = np.array([[13, 13, 6], [6, 13, 13]])  # of documents, by row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "causal"),
-    [(4, True), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((2, True), (8, True), (4, False)))],
+    [(2, True), (4, True), (8, True), (4, False)],
 )
 def test_a_packed_document_is_what_it_is_alone(devices, causal, x64):
     """Each is cut out of its row, and attends alone: its losses, results times g, and gradients."""
@@ -136,28 +160,32 @@ def test_backward_without_rules_is_an_error():
         on_ring(2, spec, None, *arrays(8, spec), under_rules=False)
 
 
+IN_ORDER = "device * self.chunks * self.size + jnp.arange(self.chunks * self.size, dtype=jnp.int32)"
 FAULTS = {
     "hops are one short": ("arange(1, self.devices - 1", "arange(1, self.devices - 2"),
-    "gradients travel one hop too few": ("for x in ring.send(d_kv)", "for x in d_kv"),
+    "gradients travel one hop too few": ("ring.send([ring.join(x, 1)", "([ring.join(x, 1)"),
     "gradients stay": ("d_kv = ring.send(d_kv)", "d_kv = d_kv"),
     "keys travel the other way": ("(i, (i + 1) % self.devices)", "((i + 1) % self.devices, i)"),
     "documents are the wrong device's": ("self._tokens(j, source)", "self._tokens(j, self.device)"),
-    "chunks lie in order": ("_part(time_positions(self.chunks * self.size, device)", "_part((IN_ORDER)"),
+    "chunks lie in order": ("_part(time_positions(self.chunks * self.size, device)", f"_part(({IN_ORDER})"),
     "the other chunk is before this one": ("(source > self.device)", "(source < self.device)"),
     "parts have equal shares": ("jnp.exp(logsumexp - shift)", "0.5 * jnp.ones_like(logsumexp)"),
 }
-IN_ORDER = "device * self.chunks * self.size + jnp.arange(self.chunks * self.size, dtype=jnp.int32)"
+
+
+def replaced(old: str, new: str) -> Callable:
+    """`ring_attention` of the module with one expression replaced."""
+    source = inspect.getsource(ring_attention)
+    assert source.count(old) == 1, old
+    module = types.ModuleType(ring_attention.__name__)
+    exec(source.replace(old, new), vars(module))
+    return module.ring_attention
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told(fault, monkeypatch, x64):
-    """The module with one expression replaced."""
-    (old, new), source = FAULTS[fault], inspect.getsource(ring_attention)
-    assert source.count(old) == 1
-    module = types.ModuleType(ring_attention.__name__)
-    exec(source.replace(old, new.replace("IN_ORDER", IN_ORDER)), vars(module))
-    monkeypatch.setattr(attention_module, "ring_attention", module.ring_attention)
+    monkeypatch.setattr(attention_module, "ring_attention", replaced(*FAULTS[fault]))
     with pytest.raises(AssertionError, match="relative"):
         assert_is_dense(4, SPECS["causal"], packed=True)
 

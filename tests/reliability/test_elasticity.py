@@ -21,6 +21,8 @@ LAYOUTS = {
     "replica 2": {"replica": 2, "data": 2, "model": 2, "zero": 2},
     "1f1b": {"pipe": 2, "data": 2, "model": 2, "microbatches": 4, "schedule": "1f1b"},
     "interleaved": {"pipe": 2, "data": 4, "microbatches": 2, "schedule": "interleaved", "chunks": 2, "zero": 1},
+    "heads": {"data": 2, "context": 2, "model": 2, "zero": 1},
+    "ring": {"data": 2, "context": 4, "context_attention": "ring", "zero": 3},
 }
 STEPS = 2  # before the change, and after it
 
@@ -39,7 +41,7 @@ def make_program(name: str):
 
 @pytest.mark.slow
 def test_every_change_of_layout(tmp_path, x64):
-    """56 ordered pairs of 8 layouts; dropout and clipping are on."""
+    """90 ordered pairs of 10 layouts; dropout and clipping are on."""
     saved, later = {}, {}
     for name in LAYOUTS:
         p = make_program(name)
@@ -67,7 +69,7 @@ CYCLE = [
     ["parallel.data=4", "parallel.zero=3"],
     ["parallel.pipe=2", "parallel.data=2", "parallel.microbatches=2"],
     ["parallel.replica=2", "parallel.data=2", "parallel.zero=2"],
-    ["parallel.data=4", "parallel.zero=1", "parallel.microbatches=2"],
+    ["parallel.data=1", "parallel.context=4", "parallel.zero=1", "parallel.microbatches=2"],
     ["parallel.pipe=2", "parallel.data=1", "parallel.model=2", "parallel.microbatches=4", "parallel.zero=1"],
 ]
 
