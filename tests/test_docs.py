@@ -108,6 +108,7 @@ def test_the_reference_has_the_comments_of_every_section():
     assert module.value_name(IA3.model_fields["targets"].default) == "`[key, value, down]`"
 
 
+@pytest.mark.slow
 def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
     """The example runs unchanged; configs/debug.yaml trains for 20 steps."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

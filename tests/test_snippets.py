@@ -124,6 +124,7 @@ def test_commands_are_read_without_what_explains_them(tmp_path):
     assert commands(page) == ["spmd-lm train b.yaml", train, "spmd-lm plan a.yaml"]
 
 
+@pytest.mark.slow
 def test_commands_that_compute_nothing_run(tmp_path):
     """Pages' commands run unchanged, in one process."""
     lines = [line for page in PAGES for line in commands(page) if first_word(line) == "spmd-lm"]

@@ -110,6 +110,7 @@ def gradients(params: Any, step: int) -> Any:
     return jax.grad(reference.loss)(params, config, batch, dropout)
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_whatever_is_frozen(tmp_path, wide):
     adamw, lion = program_of(""), program_of(SOME, kind="lion")
     save(tmp_path / "adamw", state_of(""))

@@ -70,7 +70,7 @@ def test_greedy_text_equals_that_of_full_forward_passes(layout, x64):
         assert got.tolist() == generated_without_cache(prompt, 40)
 
 
-SHARDED = pytest.param("replica2-data2-model2-sequence-zero3", marks=pytest.mark.mutants)
+SHARDED = pytest.param("replica2-data2-model2-sequence-zero3", marks=[pytest.mark.mutants, pytest.mark.slow])
 
 
 @pytest.mark.parametrize("layout", ["data4-model2", pytest.param("model8", marks=pytest.mark.slow), SHARDED])

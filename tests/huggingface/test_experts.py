@@ -32,9 +32,10 @@ def make(path, name: str, hf_config: dict):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "hf_config"),
-    [pytest.param("MixtralForCausalLM", MIXTRAL, marks=pytest.mark.slow), ("Qwen2MoeForCausalLM", QWEN2)],
+    [("MixtralForCausalLM", MIXTRAL), ("Qwen2MoeForCausalLM", QWEN2)],
     ids=["mixtral", "qwen2"],
 )
 def test_experts_on_several_devices_compute_the_same_and_come_back_bit_for_bit(tmp_path, name, hf_config):

@@ -68,7 +68,6 @@ CASES |= {
         {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]},
     ),
 }
-QUICK = ("gpt2",)
 LAYOUT = ["parallel.model=2", "parallel.zero=3"]
 
 
@@ -133,7 +132,8 @@ def moved(config, where):
     return load_run(where)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else SLOW) for case in CASES])
+@SLOW
+@pytest.mark.parametrize("case", CASES)
 def test_logits_agree_with_peft_both_ways_and_merged(peft, tmp_path, case):
     import torch
 

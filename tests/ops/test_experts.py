@@ -120,7 +120,7 @@ def test_sorted_slots_are_those_of_a_sort():
 @pytest.mark.parametrize(
     ("product", "tokens", "widths"),
     [
-        ("megablox", 75, (24, 40)),
+        pytest.param("megablox", 75, (24, 40), marks=pytest.mark.slow),
         ("traced", 75, (24, 40)),
         pytest.param("megablox", 331, (136, 1100), marks=pytest.mark.slow),
     ],

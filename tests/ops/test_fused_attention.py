@@ -52,7 +52,8 @@ def test_splash_is_the_dense_attention(width, packed, causal, shared, own):
         assert relative(a, b) < 4e-6
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
 def test_splash_takes_the_sum_of_more_keys_than_it_is_given(packed):
     """Two calls, each with half of the keys, merged by their sums, and backward from the merged sum."""
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, 256, 2, 64)).astype(np.float32)

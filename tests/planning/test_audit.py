@@ -359,7 +359,7 @@ def test_unrolled_layers_are_gathered_twice_too():
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"zero": 3, "sequence": True}, pytest.param({"zero": 1, "replica": 2, "model": 2}, marks=slow)],
+    [pytest.param({"zero": 3, "sequence": True}, marks=slow), {"zero": 1, "replica": 2, "model": 2}],
     ids=str,
 )
 def test_simulated_devices_send_the_same(parallel):
@@ -373,7 +373,7 @@ def test_simulated_devices_send_the_same(parallel):
     ("name", "freeze", "parallel"),
     [
         pytest.param("cpu:8", "embedding.* blocks.*", {"zero": 1}, marks=slow),
-        ("cpu:8", VECTORS_ALONE, {"model": 2, "sequence": True, "zero": 3}),
+        pytest.param("cpu:8", VECTORS_ALONE, {"model": 2, "sequence": True, "zero": 3}, marks=slow),
         *(
             pytest.param(name, freeze, {"model": 2, "sequence": True, "zero": 3}, marks=slow)
             for name in ("h100:1x8", "v5p:2x2x2")
@@ -434,6 +434,7 @@ def test_layers_of_several_kinds_send_what_theory_says(name, parallel):
     exact(audit(config, compilable(name)))
 
 
+@slow
 def test_gradients_cross_data_once_however_many_microbatches():
     result = audited("cpu:8", microbatches=4)
     assert result["ok"], render(result)

@@ -9,8 +9,8 @@ from tests.helpers import FLOAT32, TASKS, make_config
 from tests.planning.test_audit import BF16, compilable, no_cache
 
 __all__ = ["no_cache"]
+pytestmark = pytest.mark.slow
 RING, HEADS = {"context_attention": "ring"}, {"context_attention": "heads"}
-slow = pytest.mark.slow
 
 
 def exact(
@@ -42,37 +42,31 @@ def exact(
     ("parallel", "remat", "model"),
     [
         ({"data": 2, "context": 4, "zero": 1} | RING, "full", {"kv_heads": 4}),
-        pytest.param({"data": 2, "context": 4, "zero": 3} | HEADS, "full", {"kv_heads": 2}, marks=slow),
-        pytest.param({"data": 1, "context": 8, "zero": 3} | RING, "selective", {}, marks=slow),
-        pytest.param({"data": 1, "context": 8, "zero": 1} | HEADS, "selective", {"kv_heads": 4}, marks=slow),
-        pytest.param({"data": 2, "context": 4} | RING, "none", {"kind": "bert"}, marks=slow),
-        pytest.param(
-            {"data": 2, "context": 2, "model": 2, "sequence": True, "zero": 3} | RING, "residual", {}, marks=slow
-        ),
-        pytest.param(
+        ({"data": 2, "context": 4, "zero": 3} | HEADS, "full", {"kv_heads": 2}),
+        ({"data": 1, "context": 8, "zero": 3} | RING, "selective", {}),
+        ({"data": 1, "context": 8, "zero": 1} | HEADS, "selective", {"kv_heads": 4}),
+        ({"data": 2, "context": 4} | RING, "none", {"kind": "bert"}),
+        ({"data": 2, "context": 2, "model": 2, "sequence": True, "zero": 3} | RING, "residual", {}),
+        (
             {"data": 2, "context": 2, "model": 2, "sequence": True, "zero": 1, "microbatches": 2} | HEADS,
             "none",
             {"kv_heads": 2, "attention": "xla"},
-            marks=slow,
         ),
-        pytest.param(
+        (
             {"pipe": 2, "data": 2, "context": 2, "zero": 1, "microbatches": 4, "run_idle_stages": True} | RING,
             "full",
             {"layers": 4},
-            marks=slow,
         ),
-        pytest.param(
+        (
             {"pipe": 2, "data": 1, "context": 2, "model": 2, "zero": 1, "microbatches": 4} | HEADS,
             "none",
             {"layers": 4},
-            marks=slow,
         ),
-        pytest.param({"data": 4, "context": 2, "zero": 3} | RING, "block", {"layers": 4}, marks=slow),
-        pytest.param(
+        ({"data": 4, "context": 2, "zero": 3} | RING, "block", {"layers": 4}),
+        (
             {"data": 2, "expert": 2, "context": 2, "zero": 2} | HEADS,
             "full",
             {"mlp": {"kind": "moe", "experts": 4, "capacity": "none"}, "attention": "xla"},
-            marks=slow,
         ),
     ],
     ids=str,
@@ -81,14 +75,12 @@ def test_simulated_devices_that_share_rows_send_what_theory_expects(parallel, re
     exact("cpu:8", parallel, remat, model, FLOAT32)
 
 
-@slow
 def test_logits_of_spans_are_summed_over_rows():
     layout = {"data": 2, "context": 2, "model": 2, "sequence": True, "zero": 1} | HEADS
     result = exact("cpu:8", layout, "none", {"kind": "bert", "attention": "xla"}, FLOAT32, **TASKS["span"])
     assert any(row["part"] == "head" and row["axes"] == ["context"] for row in result["theory"])
 
 
-@slow
 @pytest.mark.parametrize(
     ("name", "parallel", "remat", "model"),
     [

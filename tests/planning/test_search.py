@@ -206,6 +206,7 @@ def test_what_does_not_fit_says_by_how_much():
         search(gpt(width=4096, layers=64, batch=4), [target]).fastest()
 
 
+@pytest.mark.slow
 def test_the_hosts_memory_is_searched_where_nothing_else_fits():
     """Activations first, then masters and moments; and these not where no matrix is trained."""
     target = make_target(parse_topology("v5e:2x2"))
@@ -360,7 +361,10 @@ DEATH = "its compiler ended the process (killed by SIGSEGV)"
 
 @pytest.mark.parametrize(
     ("audit", "reason"),
-    [(functools.partial(fail, REFUSAL), "too large"), (read_nowhere, DEATH)],
+    [
+        pytest.param(functools.partial(fail, REFUSAL), "too large", marks=pytest.mark.slow),
+        (read_nowhere, DEATH),
+    ],
     ids=["refused", "died"],
 )
 def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeypatch, audit, reason):

@@ -13,7 +13,7 @@ from spmd_lm.checkpoints.record import RECORD_FILE
 from spmd_lm.errors import Exit
 from spmd_lm.step.program import Program
 from tests.reliability.contained import run as run_verb
-from tests.reliability.test_fallback import DEBUG, contents, text  # noqa: F401 (a fixture)
+from tests.reliability.test_fallback import DEBUG, UNDROPPED, contents, text  # noqa: F401 (a fixture)
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
@@ -51,7 +51,7 @@ CASES = [  # what, how it is damaged, the verbs that miss it, and their code
 def finished(tmp_path_factory, text) -> Path:  # noqa: F811
     """A run of four steps, saved at 2 and 4, with its own tokenizer."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
-    small = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.vocab=300"]
+    small = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.vocab=300", *UNDROPPED]
     data = ["data.source=text", f"data.path={text}", "data.tokenizer=bpe", "train.batch=8", "train.log_every=1"]
     steps = ["train.steps=4", "optim.warmup=1", "checkpoint.every=2", f"run.dir={directory}"]
     assert run_verb("train", DEBUG, "--devices", "8", *small, *data, *steps, limited=False)[0] == Exit.DONE

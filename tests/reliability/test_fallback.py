@@ -18,7 +18,8 @@ from spmd_lm.cli import main
 from spmd_lm.errors import Exit
 
 DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.yaml")
-SMALL = ["model.layers=1", "train.batch=8", "parallel.data=4", "parallel.model=2", "train.log_every=1"]
+UNDROPPED = ["model.dropout=0", "model.attention_dropout=0"]  # compiles faster
+SMALL = ["model.layers=1", "train.batch=8", "parallel.data=4", "parallel.model=2", "train.log_every=1", *UNDROPPED]
 
 
 def command(directory: Path, text: Path, *overrides: str) -> list[str]:
@@ -102,6 +103,7 @@ def test_no_verb_reads_a_damaged_checkpoint(flips, run, text, tmp_path, capsys, 
         flip_a_bit(run, 6, flip)
 
 
+@pytest.mark.slow
 def test_fallback_names_the_step_that_it_uses(run, flips, capsys):
     flip_a_bit(run, 6, flips[0])
     before = contents(run)

@@ -199,7 +199,7 @@ def fuzz(kind: str, cases: int, here: Path) -> Counter[int]:
     return codes
 
 
-@pytest.mark.parametrize("kind", TRIED)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "run")) for kind in TRIED])
 def test_a_changed_file_ends_a_verb_with_a_code_and_a_sentence(kind, stops, record_property):
     codes = fuzz(kind, TRIED[kind][1] // 16, stops)
     record_property("codes", dict(codes))

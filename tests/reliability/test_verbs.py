@@ -24,9 +24,9 @@ from spmd_lm.errors import Exit
 from spmd_lm.parallel.fingerprint import fingerprints
 from spmd_lm.step.program import Program
 from tests.reliability.test_damage import cut_last_byte, delete, empty, flip, truncate, zero_block
-from tests.reliability.test_fallback import DEBUG, contents, text  # noqa: F401 (a fixture)
+from tests.reliability.test_fallback import DEBUG, UNDROPPED, contents, text  # noqa: F401 (a fixture)
 
-SIZES = ["model.layers=1", "model.width=256", "model.vocab=512", "train.batch=8", "train.log_every=1"]
+SIZES = ["model.layers=1", "model.width=256", "model.vocab=512", "train.batch=8", "train.log_every=1", *UNDROPPED]
 NEWEST, BEFORE = 4, 2
 VERBS = ("train", "eval", "generate", "export", "init_from", "replay", "verify")
 
@@ -152,7 +152,9 @@ def check_verb(verbs: Verbs, verb: str, number: int) -> None:
             assert verbs.after(verb, path, change) == found
 
 
-@pytest.mark.parametrize("verb", [pytest.param(each, marks=[pytest.mark.slow] * (each == "train")) for each in VERBS])
+@pytest.mark.parametrize(
+    "verb", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("train", "verify"))) for each in VERBS]
+)
 def test_no_verb_takes_damage_for_what_was_saved(verbs, verb, capsys):
     check_verb(verbs, verb, number=1)
 

@@ -59,6 +59,7 @@ def test_gpus_alone_allocate(topology, allocates):
     assert ("AllocateBuffer" in text) == allocates
 
 
+@SLOW
 def test_each_device_allocates_its_shard():
     """With types, and with dropout, whose scalars have no sharding."""
     sizes = []

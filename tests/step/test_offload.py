@@ -231,6 +231,7 @@ def test_devices_hold_weights_in_the_compute_dtype_and_state_of_vectors_alone():
     assert len(a_group) == 3 and all(leaf.dtype != "bfloat16" for leaf in jax.tree.leaves(a_group))
 
 
+@slow
 def test_a_save_holds_masters_or_moments_of_one_stack_at_a_time(monkeypatch):
     """Beside parts of it, and the groups that are fetched; and it compiles nothing the second time."""
     wide = {"model": {"layers": 8, "width": 64, "heads": 4, "dropout": 0.0}, "train": {"batch": 1}}
@@ -260,6 +261,7 @@ def test_a_save_holds_masters_or_moments_of_one_stack_at_a_time(monkeypatch):
     assert [each.misses for each in again] == [each.misses for each in compiled]
 
 
+@slow
 def test_a_host_keeps_one_copy_of_what_its_devices_share():
     p = make_program({"precision": MIXED, "parallel": parallel(data=8)}, offload="host", offload_update="host")
     assert isinstance(p.offload.place, HostUpdate)

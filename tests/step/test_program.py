@@ -98,6 +98,7 @@ def test_on_a_tpu_the_mlp_s_products_alone_are_in_parts():
     assert abstract_plan(config, 8, "tpu", "TPU v5").collective_matmul == ("mlp",)
 
 
+@pytest.mark.slow
 def test_programs_with_attention_wait_in_their_first_execution_alone(monkeypatch):
     p, waits, wait = Program(make_config(precision=FLOAT32), jax.devices()[:1]), [], jax.block_until_ready
     state, batch = p.init(), device_batch(p, 0)

@@ -37,10 +37,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 QUICK = [
     ("data4-model2", 1, "scan", "full"),
-    ("data8-zero3", 1, "unrolled", "selective"),
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
 ]
-QUICK_TYPES = [("data4-model2", 1, "scan", "full")]
 REMAT = ("none", "full", "selective", "residual")
 slow = pytest.mark.slow
 
@@ -78,7 +76,7 @@ def matrix():
         diagonal = (number - 5 * at) % 12 == 0 and rows % degrees(run_of(layout)).batch_shards == 0
         if case in QUICK or case in LATER or diagonal:
             yield pytest.param("manual", *case, marks=() if case in QUICK else slow)
-            yield pytest.param("types", *case, marks=() if case in QUICK_TYPES else slow)
+            yield pytest.param("types", *case, marks=slow)
 
 
 def lowered(config) -> str:
@@ -276,6 +274,7 @@ def test_what_is_frozen_has_no_moments_and_the_rest_computes_the_reference(froze
     assert_same_run(got, trained_reference(make_config(**sections)), states=1e-10)
 
 
+@slow
 def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     config = run_of("data4-model2", 2, **OTHER)
     p = program(config)

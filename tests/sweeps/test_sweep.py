@@ -23,7 +23,7 @@ from spmd_lm.sweeps.sweep_file import read_sweep
 from tests import processes
 
 TINY = """
-model: {layers: 1, width: 8, heads: 2, context: 8, vocab: 16}
+model: {layers: 1, width: 8, heads: 2, context: 8, vocab: 16, dropout: 0, attention_dropout: 0}
 data: {source: synthetic}
 optim: {lr: 0.1}
 train: {steps: 4, batch: 8, eval_every: 2, eval_batches: 2, log_every: 1}

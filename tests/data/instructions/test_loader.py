@@ -104,7 +104,7 @@ def test_validation_pads_its_last_batch(path):
     assert len({text for text, _ in texts(rows)}) == COUNT
 
 
-@pytest.mark.parametrize("layout", ["one", "data2-model4-sequence-zero1"])
+@pytest.mark.parametrize("layout", ["one", pytest.param("data2-model4-sequence-zero1", marks=pytest.mark.slow)])
 def test_packed_losses_are_those_of_conversations_by_themselves(x64, path, layout):
     def losses(pack: bool, change=lambda batch: batch) -> np.ndarray:
         run = config(path, pack, layout)

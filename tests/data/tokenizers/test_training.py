@@ -42,6 +42,7 @@ def test_frequent_words_become_tokens():
     trained.special_tokens_and_words()
 
 
+@pytest.mark.slow
 def test_the_same_documents_make_the_same_file():
     """Another process gives it too, whose hash tables have another order."""
     outputs = [
