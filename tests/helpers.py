@@ -200,6 +200,20 @@ def assert_replicated(tree: Tree) -> None:
         assert leaf.is_fully_replicated and len(copies) == 1, jax.tree_util.keystr(path)
 
 
+def alone(config: RunConfig) -> RunConfig:
+    """The run on one device, without remat."""
+    one = make_config()
+    return config.model_copy(update={"parallel": one.parallel, "remat": one.remat})
+
+
+def assert_same_run(got: Outcome, want: Outcome) -> None:
+    """To rounding, in float64."""
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-12)
+    np.testing.assert_array_equal(got.dropped, want.dropped)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+
+
 @functools.cache
 def trained_reference(config: RunConfig) -> Outcome:
     """The reference's run in float64; only the first weights are the package's, and they are one device's."""

@@ -174,11 +174,12 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None, auxil
             return dropout.probabilities(w, c.attention_dropout, layer) if dropout else w
 
         span, cap = getattr(kind, "span", None), c.attention_softcap
-        how = heads, batch.segments, drop_weights, c.kind == "gpt", rotary, span, None, cap
+        how = {"segments": batch.segments, "drop": drop_weights, "causal": c.kind == "gpt"}
+        how |= {"heads": heads, "rotary": rotary, "span": span, "cap": cap}
 
         def attend(h, a=p["attention"], how=how):
             q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
-            y = attention(q, k, v, *how)
+            y = attention(q, k, v, **how)
             return y @ a["out"].T + a.get("out_bias", 0)
 
         moe = getattr(kind, "mlp", None) or c.mlp

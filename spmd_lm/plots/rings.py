@@ -8,7 +8,7 @@ from spmd_lm.plots.style import CYCLE, GRAY, PALE, WIDTH, Figure, abbreviated, h
 MOST_HOPS, PER_LINE = 8, 4
 
 
-def ring_chunks(device: int, devices: int, causal: bool) -> list[int]:
+def chunks_of_device(device: int, devices: int, causal: bool) -> list[int]:
     """The chunks of a row whose tokens a device has: with a causal mask one from each end, in zig-zag."""
     return [device, 2 * devices - 1 - device] if causal else [device]
 
@@ -18,8 +18,8 @@ def ring_scores(hop: int, devices: int, causal: bool) -> dict[tuple[int, int], i
     return {
         (i, j): device
         for device in range(devices)
-        for i in ring_chunks(device, devices, causal)
-        for j in ring_chunks((device - hop) % devices, devices, causal)
+        for i in chunks_of_device(device, devices, causal)
+        for j in chunks_of_device((device - hop) % devices, devices, causal)
         if j <= i or not causal
     }
 
@@ -27,8 +27,9 @@ def ring_scores(hop: int, devices: int, causal: bool) -> dict[tuple[int, int], i
 @house_style()
 def ring(devices: int, causal: bool = True, *, width: float = 1.6 * WIDTH) -> Figure:
     """The scores of a row that each device computes with the keys and values at hand: a panel for each hop, queries
-    from top to bottom, keys from left to right, in the color of the device.  Gray: computed in a hop before."""
-    hops, chunks = abbreviated(devices, MOST_HOPS), devices * len(ring_chunks(0, devices, causal))
+    from top to bottom, keys from left to right, in the color of the device.  Gray: computed in a hop before.  Beyond
+    eight hops those in the middle are left out, and beyond fourteen devices colors repeat."""
+    hops, chunks = abbreviated(devices, MOST_HOPS), devices * len(chunks_of_device(0, devices, causal))
     lines, per_line = -(-len(hops) // PER_LINE), min(PER_LINE, len(hops))
     figure = Figure(figsize=(width, lines * (width / per_line + 0.3) + 0.7), layout="constrained")
     panels = figure.subplots(lines, per_line, squeeze=False).flat
@@ -40,6 +41,8 @@ def ring(devices: int, causal: bool = True, *, width: float = 1.6 * WIDTH) -> Fi
         axes.spines[:].set_visible(True)
         if shown is None:
             axes.set_axis_off()
+            if figure.axes.index(axes) < len(hops):
+                axes.text(0.5, 0.5, "…", ha="center", transform=axes.transAxes)
             continue
         while hop <= shown:  # those left out too
             picture[(picture != 1).any(-1)] = tint(GRAY, 0.25)

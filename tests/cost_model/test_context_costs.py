@@ -98,12 +98,14 @@ LATE = {
         "return (self.send(kv), turn(carry, kv, (self.device - n) % self.devices)), None",
         """kv, carry = lax.optimization_barrier((kv, turn(carry, kv, (self.device - n) % self.devices)))
             return (self.send(kv), carry), None""",
+        [[False] * 2, [True] * 2 + [False] * 2],
     ),
-    "gradients": ("return d_q, d_kv\n", "return d_q, ring.send(d_kv)\n"),
+    "gradients": ("return d_q, d_kv\n", "return d_q, ring.send(d_kv)\n", [[True] * 2, [True] * 4 + [False] * 2]),
 }
 
 
 @pytest.mark.parametrize("late", LATE)
 def test_a_send_after_the_kernels_is_told(late, monkeypatch):
-    monkeypatch.setattr(attention_module, "ring_attention", replaced(*LATE[late]))
-    assert sends_of_what_came_in() != [[True] * 2, [True] * 4]
+    *replacement, found = LATE[late]
+    monkeypatch.setattr(attention_module, "ring_attention", replaced(*replacement))
+    assert sends_of_what_came_in() == found

@@ -1,4 +1,5 @@
-"""Attention around a ring of devices is the dense kernel's of one device, gradients included."""
+"""Attention of rows that devices share, around a ring or by heads, is the dense kernel's of one device, gradients
+included."""
 
 import dataclasses
 import functools
@@ -44,13 +45,25 @@ def on_ring(devices: int, spec: AttentionSpec, segments, *args, **options):
     return ring(devices, spec, segments, **options)(*args)
 
 
-def ring(devices: int, spec: AttentionSpec, segments, *, under_rules: bool = True, zigzag: bool | None = None):
-    """The compiled function of q, k, v and the gradient of the result.
+def ring(
+    devices: int,
+    spec: AttentionSpec,
+    segments,
+    *,
+    by_heads: bool = False,
+    under_rules: bool = True,
+    zigzag: bool | None = None,
+):
+    """The jitted function of q, k, v and the gradient of the result.
+    by_heads: whether devices exchange heads for tokens in place of a ring.
     under_rules: whether it is differentiated under the rules that it is traced under.
     zigzag: whether a device has two chunks of a row; default as it must be."""
     layout = Layout(context=devices)
     rules = AxisRules(
-        {TIME: (CONTEXT,), "heads": ()}, layout.sizes, ring=True, zigzag=spec.causal if zigzag is None else zigzag
+        {TIME: (CONTEXT,), "heads": ()},
+        layout.sizes,
+        ring=not by_heads,
+        zigzag=(spec.causal and not by_heads) if zigzag is None else zigzag,
     )
 
     def run(q, k, v, g):
@@ -75,10 +88,13 @@ def dense(spec: AttentionSpec, segments, *args):
     return with_gradients(f)(*args)
 
 
-def assert_is_dense(devices: int, spec: AttentionSpec, packed: bool, tolerance: float = 1e-12) -> None:
+def assert_is_dense(
+    devices: int, spec: AttentionSpec, packed: bool, tolerance: float = 1e-12, *, by_heads: bool = False
+) -> None:
     segments, args = documents(TIME_OF_ROW) if packed else None, arrays(TIME_OF_ROW, spec)
     want = dense(spec, segments, *args)
-    for a, b in zip(on_ring(devices, chunked(spec), segments, *args), want, strict=True):
+    got = on_ring(devices, chunked(spec), segments, *args, by_heads=by_heads)
+    for a, b in zip(got, want, strict=True):
         assert relative(a, b) < tolerance
 
 
@@ -101,10 +117,15 @@ def test_a_ring_is_the_dense_kernel(devices, name, packed, x64):
     assert_is_dense(devices, SPECS[name], packed)
 
 
+def test_heads_for_tokens_are_the_dense_kernel(x64):
+    """Of two key/value heads each of four devices has half: they are repeated."""
+    assert_is_dense(4, SPECS["causal, grouped, turned, dropped"], packed=True, by_heads=True)
+
+
 @pytest.mark.parametrize(
     "devices", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_a_device_computes_as_many_scores_as_others(devices):
+def test_a_causal_ring_computes_no_hidden_chunk(devices):
     """(2n + 1)(t/2)^2 of each head, in two products, in the program that the compiler makes of forward."""
     chunk = 16
     spec, tokens = dataclasses.replace(chunked(SPECS["causal"]), block=chunk), 2 * chunk * devices

@@ -14,7 +14,7 @@ ARRAY = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[(\d+(?:,\d+)+)\]")  # a library's
 
 
 def four_narrow_layers(recipe: str, where: str, tokens: int, *keys: str) -> AuditedStep:
-    """The recipe's step, of eight rows."""
+    """The audited step of the recipe with four narrow layers and eight rows."""
     sizes = f"layers=4 width=128 heads=8 vocab=512 context={tokens}".split()
     layout = ["pipe=1", "data=-1", "model=1", "sequence=false", "zero=1", "microbatches=1"]
     keys = *(f"model.{key}" for key in sizes), *(f"parallel.{key}" for key in layout), "train.batch=8", *keys
@@ -42,7 +42,7 @@ def test_the_dense_kernel_has_them():
 
 
 def test_temporaries_grow_with_the_row_not_its_square():
-    """Dropped attention of a GPU; the bar of eight times the tokens is 8.8 times the bytes."""
+    """With eight times the tokens, on a GPU and with dropout."""
     short, long = (
         four_narrow_layers("configs/gpt2/124m.yaml", "h100:1x8", tokens).program.compiled.memory_analysis()
         for tokens in (4096, 32768)

@@ -21,7 +21,7 @@ LAYOUTS = {
     "replica 2": {"replica": 2, "data": 2, "model": 2, "zero": 2},
     "1f1b": {"pipe": 2, "data": 2, "model": 2, "microbatches": 4, "schedule": "1f1b"},
     "interleaved": {"pipe": 2, "data": 4, "microbatches": 2, "schedule": "interleaved", "chunks": 2, "zero": 1},
-    "heads": {"data": 2, "context": 2, "model": 2, "zero": 1},
+    "heads": {"data": 2, "context": 2, "context_attention": "heads", "model": 2, "zero": 1},
     "ring": {"data": 2, "context": 4, "context_attention": "ring", "zero": 3},
 }
 STEPS = 2  # before the change, and after it
@@ -69,20 +69,21 @@ CYCLE = [
     ["parallel.data=4", "parallel.zero=3"],
     ["parallel.pipe=2", "parallel.data=2", "parallel.microbatches=2"],
     ["parallel.replica=2", "parallel.data=2", "parallel.zero=2"],
-    ["parallel.data=1", "parallel.context=4", "parallel.zero=1", "parallel.microbatches=2"],
+    ["parallel.data=4", "parallel.zero=1", "parallel.microbatches=2"],
+    ["parallel.data=1", "parallel.context=4", "parallel.context_attention=ring", "parallel.zero=1"],
     ["parallel.pipe=2", "parallel.data=1", "parallel.model=2", "parallel.microbatches=4", "parallel.zero=1"],
 ]
 
 
 @pytest.mark.slow
 def test_a_cycle_of_layouts_over_two_processes(tmp_path):
-    """Two processes start repeatedly, each time under the next of 8 layouts, in float64."""
+    """Two processes start repeatedly, each time under the next of 9 layouts, in float64."""
     run = [*(f"precision.{key}=float64" for key in ("params", "compute", "reduce")), "model.layers=2", "train.batch=8"]
     run += ["optim.decay=constant", "checkpoint.every=0"]
     for number, layout in enumerate(CYCLE, 1):
         with Job(tmp_path / "cycle", *run, *layout, f"train.steps={2 * number}", "checkpoint.every=2") as job:
             assert job.exit_codes() == [0, 0], job.outputs[0].read_text()
-    with Job(tmp_path / "one", *run, *CYCLE[0], "train.steps=16") as job:
+    with Job(tmp_path / "one", *run, *CYCLE[0], f"train.steps={2 * len(CYCLE)}") as job:
         assert job.exit_codes() == [0, 0]
     for (step, loss, norm), expected in zip(losses(tmp_path / "cycle"), losses(tmp_path / "one"), strict=True):
         assert (step, loss, norm) == pytest.approx(expected, rel=1e-12)

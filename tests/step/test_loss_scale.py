@@ -116,7 +116,6 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_were():
     assert int(after.updates) == int(before.updates) == 2
 
 
-@pytest.mark.slow
 def test_a_step_after_a_skipped_one_is_the_update_that_it_would_have_been():
     """The learning rate, which warms up here, and Adam's correction do not count what was skipped."""
     p = program(

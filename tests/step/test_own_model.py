@@ -334,7 +334,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(name, marks=() if name == "a parameter of all" else SLOW) for name in MISTAKES],
+    [pytest.param(name, marks=() if name == "no copy" else SLOW) for name in MISTAKES],
 )
 def test_collectives_that_are_wrong_are_found_before_training(tmp_path, mistake):
     """A comparison with one device finds them, and passes the right block."""

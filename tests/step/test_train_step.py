@@ -39,11 +39,13 @@ QUICK = [
     ("data4-model2", 1, "scan", "full"),
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
 ]
+QUICK_TYPES = [("data4-model2", 1, "scan", "full")]
 REMAT = ("none", "full", "selective", "residual")
 slow = pytest.mark.slow
 
 
 LATER = [
+    ("data8-zero3", 1, "unrolled", "selective"),
     ("data4-model2", 1, "scan", "none"),
     ("data4-model2-zero2", 2, "scan", "none"),
     ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
@@ -76,7 +78,7 @@ def matrix():
         diagonal = (number - 5 * at) % 12 == 0 and rows % degrees(run_of(layout)).batch_shards == 0
         if case in QUICK or case in LATER or diagonal:
             yield pytest.param("manual", *case, marks=() if case in QUICK else slow)
-            yield pytest.param("types", *case, marks=slow)
+            yield pytest.param("types", *case, marks=() if case in QUICK_TYPES else slow)
 
 
 def lowered(config) -> str:
