@@ -137,8 +137,13 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
 
 
 def require_whole_blocks(model: LanguageModel, shards: int) -> None:
-    """Raises LayoutError if sharding over `model` would split quantization blocks: inputs that share a scale."""
-    if model.base not in ("nf4", "nf4-double"):
+    """Raises LayoutError if sharding over `model` would split blocks of quantized matrices: inputs that share a
+    scale."""
+    if model.fake_quant != "none":
+        chosen, way = f"precision.fake_quant={model.fake_quant}", "precision.fake_quant=none"
+    elif model.base in ("nf4", "nf4-double"):
+        chosen, way = f"adapter.base={model.base}", "adapter.base=int8"
+    else:
         return
     shapes = leaves_by_path(dataclasses.replace(model, base="none").shapes["blocks"])
     for path, leaf in shapes.items():
@@ -146,8 +151,8 @@ def require_whole_blocks(model: LanguageModel, shards: int) -> None:
             blocks = leaf.shape[-1] // BLOCK_SIZE
             fits = ", ".join(str(n) for n in range(1, shards) if blocks % n == 0 and shards % n == 0)
             raise LayoutError(
-                f"adapter.base={model.base}: parallel.model={shards} would cut blocks of {BLOCK_SIZE} inputs, of which "
-                f"{path} has {blocks}. Use parallel.model={fits.replace(', ', ' or ')}, or adapter.base=int8."
+                f"{chosen}: parallel.model={shards} would cut groups of {BLOCK_SIZE} inputs, of which {path} has "
+                f"{blocks}. Use parallel.model={fits.replace(', ', ' or ')}, or {way}."
             )
 
 

@@ -73,7 +73,8 @@ def make_model(
         model = dataclasses.replace(model, expert_products=products)
     if modules.own:
         require_free_names(model)
-    return dataclasses.replace(model, adapters=adapters_of(config.adapter, model), base=config.adapter.base)
+    adapters, base = adapters_of(config.adapter, model), config.adapter.base
+    return dataclasses.replace(model, adapters=adapters, base=base, fake_quant=p.fake_quant)
 
 
 def enable_float64(config: RunConfig) -> None:

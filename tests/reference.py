@@ -203,6 +203,23 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None, auxil
     return norm(x, params["head"]["norm"], c) if c.norm == "pre" else x
 
 
+def rounded(params, config: RunConfig):
+    """The parameters with all matrices of blocks rounded in blocks of 64 inputs, and gradients as if they were not."""
+    most = {"none": 0, "int8": 127, "int4": 7}[config.precision.fake_quant]
+
+    def of_matrix(path, w):
+        name = path[-1].key
+        if not most or w.ndim != 3 or path[0].key != "blocks":
+            return w
+        rows = w if name in ("out", "down") else w.swapaxes(1, 2)  # [layers, outputs, inputs]
+        blocks = rows.reshape(*rows.shape[:2], -1, 64)
+        step = jnp.abs(blocks).max(-1, keepdims=True) / most
+        near = (jnp.round(blocks / step) * step).reshape(rows.shape)
+        return w + jax.lax.stop_gradient((near if name in ("out", "down") else near.swapaxes(1, 2)) - w)
+
+    return jax.tree_util.tree_map_with_path(of_matrix, params)
+
+
 def predictions(params, config: RunConfig, batch, dropout: Dropout | None = None, auxiliary: dict | None = None):
     """Logits by loss: tokens [B, T, vocab], sentence order [B, 2], tasks as `task_logits`."""
     c, head, h = config.model, params["head"], hidden_states(params, config.model, batch, dropout, auxiliary)
@@ -248,7 +265,7 @@ def loss_and_dropped(params, config: RunConfig, batch, dropout: Dropout | None =
     """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats, and of experts' losses;
     and the number of choices that experts drop."""
     auxiliary = defaultdict(float)
-    logits = predictions(params, config, batch, dropout, auxiliary)
+    logits = predictions(rounded(params, config), config, batch, dropout, auxiliary)
     total = auxiliary["balance"] + auxiliary["router_z"]
     for name, z in logits.items():
         if not config.objective.predicts_tokens:

@@ -67,6 +67,7 @@ class PretrainedRun:
             )
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
+        self.rounded = saved["precision"].get("fake_quant", "none")  # how it was trained
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # shapes of all its parameters, by path
         modules = (saved["objective"].get("module"), config.objective.module)
         same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
@@ -128,6 +129,8 @@ class PretrainedRun:
         message = f"initialized from {self.directory.absolute()} after step {self.step}"
         new = [name for name in self.new if not is_adapter(name.split("."))]
         message += f", newly initialized: {', '.join(new)}" if new else ""
+        if self.rounded not in ("none", kind := self.program.config.precision.fake_quant):
+            message += f", trained with precision.fake_quant={self.rounded} and used with {kind}"
         return message + (f", not used: {', '.join(unused)}" if unused else "")
 
 

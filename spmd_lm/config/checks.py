@@ -185,6 +185,16 @@ def experts_are_not_quantized(adapter: Adapter | NoAdapter, model: Model) -> Pro
         yield use(problem, "adapter.base=none")
 
 
+def rounded_matrices_are_dense(precision: Precision, adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    chosen, none = f"{precision.fake_quant=!s} with", "precision.fake_quant=none"
+    if precision.fake_quant == "none":
+        return
+    if adapter.kind != "none":
+        yield use(f"{chosen} {adapter.kind=!s}: nothing rounds what an adapter adds", none, "adapter.kind=none")
+    if model.mixtures:
+        yield use(f"{chosen} model.mlp.kind=moe: stacks of experts, most of the model, are not rounded", none)
+
+
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
     """Checks tokenizers without a file; a vocabulary file is checked when it is read."""
     least, more = 256, ""
@@ -448,6 +458,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     layers_can_be_shared,
     adapted_layers_are_not_shared,
     experts_are_not_quantized,
+    rounded_matrices_are_dense,
     frozen_parameters_have_their_dtype,
     offload_keys_have_an_effect,
     settings_have_an_effect,

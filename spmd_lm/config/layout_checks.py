@@ -9,7 +9,7 @@ from spmd_lm.axes import BATCH_AXES, DATA
 from spmd_lm.config import overlap
 from spmd_lm.config.adapters import Adapter, NoAdapter
 from spmd_lm.config.context_parallel import choose_context_attention, too_few_heads, with_form
-from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
+from spmd_lm.config.schema import Model, Objective, Parallel, Precision, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 RING = "parallel.context_attention=ring"
@@ -275,9 +275,24 @@ def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Pro
         yield use(f"{parallel.partitioner=!s} with {adapter.kind=!s}: {reason}", "parallel.partitioner=auto")
 
 
-def products_have_parts(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Problems:
+def whole_groups_are_rounded(precision: Precision, parallel: Parallel) -> Problems:
+    if precision.fake_quant == "none":
+        return
+    if parallel.partitioner == "types":
+        reason = "types cannot tell that groups of inputs are on one device"
+        yield use(f"{parallel.partitioner=!s} with {precision.fake_quant=!s}: {reason}", "parallel.partitioner=auto")
+    if parallel.quantize_gather != "none":
+        problem = (
+            f"{parallel.quantize_gather=!s} with {precision.fake_quant=!s}: what is rounded would be rounded already"
+        )
+        yield use(problem, "parallel.quantize_gather=none", "precision.fake_quant=none")
+
+
+def products_have_parts(
+    model: Model, parallel: Parallel, adapter: Adapter | NoAdapter, precision: Precision
+) -> Problems:
     if parallel.collective_matmul == "on":
-        for settings, reason, alternative in overlap.collective_matmul_obstacles(model, parallel, adapter):
+        for settings, reason, alternative in overlap.collective_matmul_obstacles(model, parallel, adapter, precision):
             problem = f"{parallel.collective_matmul=!s} with {settings}: {reason}"
             yield use(problem, alternative, "parallel.collective_matmul=auto")
 
@@ -408,6 +423,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     codes_are_of_zero_3,
     secondary_copies_are_gathered_again,
     adapters_are_manual,
+    whole_groups_are_rounded,
     prefetch_has_layers_to_gather,
     products_have_parts,
     remat_blocks_divide_chunk,

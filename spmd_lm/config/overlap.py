@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from spmd_lm.config.adapters import Adapter, NoAdapter
-from spmd_lm.config.schema import Model, Parallel, Remat, RunConfig
+from spmd_lm.config.schema import Model, Parallel, Precision, Remat, RunConfig
 from spmd_lm.config.suggest import Obstacle, nearest_multiple
 
 
@@ -41,7 +41,9 @@ def prefetches(config: RunConfig, platform: str) -> bool:
     return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
 
 
-def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Iterator[Obstacle]:
+def collective_matmul_obstacles(
+    model: Model, parallel: Parallel, adapter: Adapter | NoAdapter, precision: Precision
+) -> Iterator[Obstacle]:
     """Obstacles to collective matmul."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
@@ -49,6 +51,9 @@ def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapt
         yield Obstacle("model.module", "its products are not this package's", "model.module=null")
     if adapter.kind != "none":
         yield Obstacle(f"adapter.kind={adapter.kind}", "its products do not run in parts", "adapter.kind=none")
+    if precision.fake_quant != "none":
+        reason = "backward would keep the rounded matrices"
+        yield Obstacle(f"precision.fake_quant={precision.fake_quant}", reason, "precision.fake_quant=none")
     if parallel.partitioner == "types":
         yield Obstacle("parallel.partitioner=types", "XLA inserts the collectives", "parallel.partitioner=manual")
     if parallel.pipe > 1 and not parallel.run_idle_stages:
@@ -85,7 +90,7 @@ def collective_matmul_branches(config: RunConfig, platform: str, device_kind: st
     helps = device_kind in COLLECTIVE_MATMUL_DEVICES and tokens >= LEAST_TOKENS * p.model
     helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts
     wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
-    if not wanted or any(collective_matmul_obstacles(config.model, p, config.adapter)):
+    if not wanted or any(collective_matmul_obstacles(config.model, p, config.adapter, config.precision)):
         return ()
     if config.model.mixtures:  # whose matmuls are of slots, not of a row's tokens
         return ("attention",)

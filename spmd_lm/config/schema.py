@@ -27,6 +27,7 @@ from spmd_lm.config.types import (
     CountOrZero,
     DropoutRate,
     Dtype,
+    FakeQuantKind,
     Fraction,
     OwnModule,
     ValidPath,
@@ -296,6 +297,8 @@ class Precision(Section):
     reduce: Dtype = "float32"  # gradients while they are summed over devices
     # written by matmuls in training as float32, or wider if compute is; compute: rounded, half the bytes
     logits: Literal["float32", "compute"] = "float32"
+    # rounding of blocks' matrices before they multiply, in training and after it; docs/quantization.md
+    fake_quant: FakeQuantKind = "none"
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     # halved in the first steps if it is too large; Megatron-LM begins at 4294967296
     initial_scale: Annotated[float, Field(ge=LEAST_SCALE, le=2**64)] = 2.0**16

@@ -23,7 +23,7 @@ from spmd_lm.config.attention_kernels import attention_block, choose_kernel
 from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.expert_products import BUFFERS, choose_product
 from spmd_lm.config.remat import RematPolicy
-from spmd_lm.config.schema import Model, Objective, RunConfig
+from spmd_lm.config.schema import Model, Objective, Precision, RunConfig
 from spmd_lm.cost_model.dataflow import (
     KIND_OF_PRIMITIVE,
     PRODUCTS,
@@ -232,19 +232,20 @@ class _Kernels(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _model(
-    model: Model, objective: Objective, adapter: Any, dtype: str, kernels: _Kernels, remat: RematPolicy
+    model: Model, objective: Objective, adapter: Any, precision: Precision, kernels: _Kernels, remat: RematPolicy
 ) -> LanguageModel:
     traced = LanguageModel(
         model,
         objective,
-        dtype,
+        precision.params,
         (kernels.attention,),
         remat,
         modules=modules_of_model(model, objective),
         expert_products=(kernels.products,),
         attention_block=kernels.block,
     )
-    return dataclasses.replace(traced, adapters=adapters_of(adapter, traced), base=adapter.base)
+    adapters, base = adapters_of(adapter, traced), adapter.base
+    return dataclasses.replace(traced, adapters=adapters, base=base, fake_quant=precision.fake_quant)
 
 
 def _flow(
@@ -257,7 +258,7 @@ def _flow(
 ) -> _LayerFlow:
     """plan: determines the shards.  trains: whether a parameter is trained, by its path in a layer; None for all.
     kernels: those of attention and of experts."""
-    model = _model(config.model, config.objective, config.adapter, config.precision.params, kernels, remat)
+    model = _model(config.model, config.objective, config.adapter, config.precision, kernels, remat)
     names = jax.tree.map(lambda names: names[1:], model.names["blocks"], is_leaf=is_dim_names)
 
     def of_layer(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,7 @@ import numpy as np
 
 from spmd_lm.checkpoints.new_run import write_new_run
 from spmd_lm.checkpoints.restored import restore_run
+from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
@@ -31,6 +32,7 @@ from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_
 from spmd_lm.huggingface.hub import HubModel
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
+from spmd_lm.ops.few_bits import FakeQuant
 from spmd_lm.parallel.array_parts import local_bounds
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
@@ -217,16 +219,16 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
 def export_hf(
     config: RunConfig, target: Path, dtype: str, max_shard_bytes: int, fallback: bool = False
 ) -> dict[str, Any]:
-    """Creates `target`, with a run's newest parameters in `dtype`.  fallback: as for `restore_run`.  Raises ConfigError
-    if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the model; CheckpointError
-    if there is no checkpoint, or one of another model."""
+    """Creates `target`, with a run's newest parameters in `dtype`, rounded as precision.fake_quant says.
+    fallback: as for `restore_run`.  Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging
+    Face architecture matches the model; CheckpointError if there is no checkpoint, or one of another model."""
     require_single_process("export")
     require_absent_or_empty(target)
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
     imported = os.path.lexists(tokenizer_dir / CONFIG_JSON)
     source = read_json(tokenizer_dir / CONFIG_JSON) if imported else {}
     architecture, hf_config = build_config(config.model, config.objective, str(source.get("model_type")))
-    _, params, step = restore_run(config, fallback)
+    program, params, step = restore_run(config, fallback)
     leaves = leaves_by_path(params)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()}, config.model.heads)
     hf_config = restore_keys(hf_config, source, config, step)
@@ -234,7 +236,7 @@ def export_hf(
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
-        values = (cast(tensor.name, gather_tensor(tensor, leaves), dtype) for tensor in tensors)
+        values = (cast(tensor.name, gather_tensor(tensor, leaves, program), dtype) for tensor in tensors)
         written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
         write_json(directory / CONFIG_JSON, hf_config)
         copy_files(tokenizer_dir, copied, directory)
@@ -259,9 +261,22 @@ def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
-def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
-    """A tensor on the host, concatenated from parameters."""
-    return tensor.join(gather_param(params[part.param], part.at) for part in tensor.parts)
+def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array], program: Program) -> np.ndarray:
+    """A tensor on the host, concatenated from parameters, as they multiply."""
+    return tensor.join(
+        _as_multiplied(part.param, gather_param(params[part.param], part.at), program) for part in tensor.parts
+    )
+
+
+def _as_multiplied(path: str, value: np.ndarray, program: Program) -> np.ndarray:
+    """A parameter, rounded as a step rounds it if precision.fake_quant says so."""
+    kind, precision = program.model.fake_quant, program.config.precision
+    if kind == "none" or not path.startswith("blocks."):
+        return value
+    transposed = program.model.matrices.get(path_in_block(path))
+    if transposed is None:
+        return value
+    return np.asarray(jax.jit(FakeQuant(kind, transposed))(value.astype(precision.compute))).astype(value.dtype)
 
 
 def gather_param(param: jax.Array, at: tuple[int, ...] = ()) -> np.ndarray:

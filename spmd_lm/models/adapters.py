@@ -10,6 +10,7 @@ from flax import nnx
 
 from spmd_lm.axes import DimNames
 from spmd_lm.config.adapters import CODED, SUFFIX, Base
+from spmd_lm.config.types import FakeQuantKind
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.context import BlockContext
 from spmd_lm.models.layers import HasMatrices, ParamInit, ScaledMatrix
@@ -53,10 +54,9 @@ class LowRankAdapter(nnx.Module):
         drawn = jax.random.uniform(init.rngs.params(), a, init.dtype, -most, most)
         self.a = nnx.Param(drawn, out_sharding=names_of_a)
         self.b = nnx.Param(jnp.zeros(b, init.dtype), out_sharding=names_of_b)
-        self.adapter, self.site, self.name, self.used = adapter, site, name, False
+        self.adapter, self.site, self.name = adapter, site, name
 
     def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> LowRankSum:
-        self.used = True
         key, drop = context.dropout_key, None
         if key is not None and self.adapter.dropout:
             drop = InputDropout(key, self.adapter.dropout, self.site, self.name, context.checkpoint)
@@ -71,10 +71,9 @@ class ScalingAdapter(nnx.Module):
 
     def __init__(self, init: ParamInit, adapter: Scaling, matrix: nnx.Param):
         self.scale = init.vector(1, matrix.shape[1], str(_names(matrix)[1]))
-        self.adapter, self.used = adapter, False
+        self.adapter = adapter
 
     def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> ScaledMatrix:
-        self.used = True
         return ScaledMatrix(matrix, self.scale[...])
 
     def of_bias(self, bias: jax.Array) -> jax.Array:
@@ -135,14 +134,42 @@ def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.
 
 
 def require_used(block: nnx.Module) -> None:
-    """Raises ConfigError if a block has run without asking for the adapter of one of its matrices."""
+    """Raises ConfigError if a block has run without asking for a matrix that has an adapter, or is rounded."""
     for keys, module in nnx.iter_modules(block):
-        if isinstance(module, LowRankAdapter | ScalingAdapter) and not module.used:
-            name = ".".join(map(str, keys)).removesuffix(SUFFIX)
-            raise ConfigError(
-                f"{type(block).__name__} does not ask for its matrix '{name}', which has an adapter. Write "
-                f"self.matrix('{name}', context), or leave it out of adapter.targets."
-            )
+        if not isinstance(module, HasMatrices):
+            continue
+        needed = [name.removesuffix(SUFFIX) for name in vars(module) if name.endswith(SUFFIX)]
+        what, way = "has an adapter", "leave it out of adapter.targets"
+        if module.fake_quant != "none":
+            needed = [name for path, _, name in matrices_of(module) if path == name]
+            what, way = "is rounded", "use precision.fake_quant=none"
+        for name in needed:
+            if name not in module.used:
+                path = ".".join(map(str, (*keys, name)))
+                raise ConfigError(
+                    f"{type(block).__name__} does not ask for its matrix '{path}', which {what}. Write "
+                    f"self.matrix('{name}', context), or {way}."
+                )
+
+
+def fake_quantize(block: nnx.Module, kind: FakeQuantKind) -> nnx.Module:
+    """Has all matrices of a block rounded when they multiply.  Raises ConfigError for some that cannot be."""
+    if kind == "none":
+        return block
+    chosen, way = f"precision.fake_quant={kind}:", "Use precision.fake_quant=none"
+    for path, owner, name in matrices_of(block):
+        inputs = getattr(owner, name).shape[name in owner.row_parallel]
+        if inputs % BLOCK_SIZE:
+            problem = f"{path} has {inputs} inputs, which groups of {BLOCK_SIZE} do not divide"
+            raise ConfigError(f"{chosen} {problem}. {way}.")
+        owner.fake_quant = kind
+    for keys, module in nnx.iter_modules(block):
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param) and len(_names(value)) == 2 and not isinstance(module, HasMatrices):
+                path = ".".join(map(str, (*keys, name)))
+                problem = f"the module with the parameter {path} is no HasMatrices, whose matrices are rounded"
+                raise ConfigError(f"{chosen} {problem}. {way}, or see docs/own-model.md.")
+    return block
 
 
 def code_matrices(block: nnx.Module, kind: Base) -> nnx.Module:

@@ -21,8 +21,17 @@ from spmd_lm.config.adapters import Base
 from spmd_lm.config.expert_products import BUFFERS
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
+from spmd_lm.config.types import FakeQuantKind
 from spmd_lm.errors import ConfigError, LayoutError
-from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of, require_used
+from spmd_lm.models.adapters import (
+    Adapters,
+    LowRank,
+    add_adapters,
+    code_matrices,
+    fake_quantize,
+    matrices_of,
+    require_used,
+)
 from spmd_lm.models.context import AttentionCore, BlockContext, LossDict, sum_losses
 from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import COLLECTIVE_MATMUL, BlockLinears, Linears, ParamInit
@@ -88,7 +97,8 @@ class LanguageModel:
     whether layers run in a scan.
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
-    of its blocks' matrices.  base: how these matrices are stored.  expert_products: formulations of the experts'
+    of its blocks' matrices.  base: how these matrices are stored.  fake_quant: how they are rounded when they
+    multiply.  expert_products: formulations of the experts'
     products, one for each layer of a period; buffers for all if empty, and in generation."""
 
     c: Model
@@ -102,6 +112,7 @@ class LanguageModel:
     modules: ModelModules = ModelModules()  # noqa: RUF009 - frozen
     adapters: Adapters = ()
     base: Base = "none"
+    fake_quant: FakeQuantKind = "none"
     expert_products: tuple[str, ...] = ()
     attention_block: int = AttentionSpec.block
 
@@ -118,8 +129,8 @@ class LanguageModel:
     @functools.cached_property
     def _of_any_layout(self) -> "LanguageModel":
         """A model with the same parameters and blocks, which is traced once for all layouts."""
-        x64 = jax.config.read("jax_enable_x64")
-        return _of_any_layout(self.c, self.objective, self.dtype, self.modules, self.adapters, self.base, x64)
+        weights = self.dtype, self.modules, self.adapters, self.base, self.fake_quant
+        return _of_any_layout(self.c, self.objective, *weights, jax.config.read("jax_enable_x64"))
 
     @functools.cached_property
     def _names_and_shapes(self) -> tuple[Params, Params]:
@@ -169,11 +180,12 @@ class LanguageModel:
         return {"embedding": embedding, "blocks": blocks, "head": self._make_head(init)}
 
     def _make_block(self, init: ParamInit) -> nnx.Module:
-        return code_matrices(add_adapters(self.modules.block(init), self.adapters, init), self.base)
+        block = fake_quantize(self.modules.block(init), self.fake_quant)
+        return code_matrices(add_adapters(block, self.adapters, init), self.base)
 
     @functools.cached_property
     def matrices(self) -> dict[str, bool]:
-        """Matrices that may have adapters, by path in a block (attention.query): True if multiplied transposed."""
+        """Matrices of blocks, by path in a block (attention.query): True if multiplied transposed."""
 
         def paths() -> None:
             blocks = (self.modules.block(ParamInit(c, nnx.Rngs(0), self.dtype)) for c in self.c.of_each_kind)
@@ -271,7 +283,7 @@ class LanguageModel:
         context = BlockContext(make_attention, key, *how)
         block = nnx.merge(self._of_any_layout._block_graphs[place], params)
         result = block(x, context)
-        if self.modules.own_block and self.adapters:
+        if self.modules.own_block and (self.adapters or self.fake_quant != "none"):
             require_used(block)
         return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 
@@ -488,7 +500,16 @@ class LanguageModel:
 
 @functools.lru_cache(maxsize=64)
 def _of_any_layout(
-    c: Model, objective: Objective, dtype: str, modules: ModelModules, adapters: Adapters, base: Base, x64: bool
+    c: Model,
+    objective: Objective,
+    dtype: str,
+    modules: ModelModules,
+    adapters: Adapters,
+    base: Base,
+    fake_quant: FakeQuantKind,
+    x64: bool,
 ) -> LanguageModel:
     """x64: whether jax enables float64, on which a trace depends."""
-    return LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)
+    return LanguageModel(
+        c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base, fake_quant=fake_quant
+    )

@@ -11,7 +11,7 @@ from flax import nnx
 from spmd_lm.axes import EXPERTS, DimNames
 from spmd_lm.config.adapters import SUFFIX
 from spmd_lm.config.schema import Model
-from spmd_lm.config.types import Bias
+from spmd_lm.config.types import Bias, FakeQuantKind
 from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from spmd_lm.ops.collectives import (
@@ -23,7 +23,7 @@ from spmd_lm.ops.collectives import (
     split_heads,
 )
 from spmd_lm.ops.dense import Columns, Matrix
-from spmd_lm.ops.few_bits import CodedMatrix
+from spmd_lm.ops.few_bits import CodedMatrix, FakeQuant, FakeQuantMatrix
 from spmd_lm.ops.low_rank import LowRankSum
 from spmd_lm.ops.norm import layer_norm, upcast
 
@@ -114,7 +114,7 @@ class ScaledMatrix:
         return y if transpose else y * broadcast_over_tokens(self.scale, y)
 
 
-Weights = Matrix | CodedMatrix | LowRankSum | ScaledMatrix
+Weights = Matrix | CodedMatrix | FakeQuantMatrix | LowRankSum | ScaledMatrix
 """Matrices that multiply."""
 
 
@@ -170,11 +170,18 @@ class BlockLinears(NamedTuple):
 class HasMatrices(nnx.Module):
     row_parallel: ClassVar[tuple[str, ...]] = ()
     """Names of the matrices that are multiplied transposed, such as those that end a branch."""
+    fake_quant: FakeQuantKind = "none"
+    """How the matrices are rounded when they multiply."""
+    used: tuple[str, ...] = ()
+    """Names of the matrices that `matrix` has returned."""
 
     def matrix(self, name: str, context: Any = None) -> Weights:
         """The matrix `name`, made of its stored arrays, with its adapter.  context: the block's BlockContext; a
         head has none."""
         stored, adapter = getattr(self, name), getattr(self, name + SUFFIX, None)
+        object.__setattr__(self, "used", (*self.used, name))  # which nnx would refuse in a checkpoint
+        if self.fake_quant != "none":
+            return FakeQuantMatrix(stored[...], FakeQuant(self.fake_quant, name in self.row_parallel))
         matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
         if adapter is None:
             return matrix

@@ -12,6 +12,10 @@ from spmd_lm.ops.sharding_types import TypeOf
 Columns = Callable[[jax.Array], jax.Array]
 """A linear function that selects columns of a matrix."""
 
+View = Callable[[jax.Array], jax.Array]
+"""What is multiplied in place of a stored matrix, as a function of it: some of its columns, or the matrix rounded
+(FakeQuantMatrix).  Backward computes it again, and differentiates it."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +45,25 @@ class Matrix:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, w: jax.Array, transpose: bool = False, columns: Columns | None = None) -> jax.Array:
-    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  columns: selects
-    some of w's; None for all.
+def dense(x: jax.Array, w: jax.Array, transpose: bool = False, view: View | None = None) -> jax.Array:
+    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  view: what is
+    multiplied in place of w; None for w.
 
     All matmuls with weights go through here, except those with the token table and with quantized matrices."""
-    w = w if columns is None else columns(w)
+    w = w if view is None else view(w)
     return contract(x, w, (x.ndim - 1,), (int(transpose),))
 
 
-def _dense_forward(x, w, transpose, columns):
+def _dense_forward(x, w, transpose, view):
     """x, w: CustomVJPPrimals.  If the matrix is not differentiated, x is not saved."""
     saved = x.value if w.perturbed else TypeOf(jax.typeof(x.value))
-    y = dense(x.value, w.value, transpose, columns)
+    y = dense(x.value, w.value, transpose, view)
     return y, (saved, w.value)  # w itself: with_gathered_weights drops it by identity
 
 
-def _dense_backward(transpose, columns, saved, g):
+def _dense_backward(transpose, view, saved, g):
     x, w = saved
-    w, gradient_of_stored = (w, None) if columns is None else jax.vjp(columns, w)
+    w, gradient_of_stored = (w, None) if view is None else jax.vjp(view, w)
     d_x = contract(g, w, (g.ndim - 1,), (int(not transpose),), gradient_of=x)
     if isinstance(x, TypeOf):
         return d_x, None

@@ -1,6 +1,7 @@
-"""Frozen quantized matrices (QLoRA, arXiv:2305.14314): codes and scales, decoded where a matmul needs the matrix.
+"""Matrices in few bits.  Frozen ones (QLoRA, arXiv:2305.14314) are codes and scales, decoded where a matmul needs the
+matrix; codes match bitsandbytes.  Trained ones are rounded before each matmul.
 
-Codes match bitsandbytes.  Blocks of a matrix [width, other] lie along its inputs: `width`, or `other` where it is
+Blocks of a matrix [width, other] lie along its inputs: `width`, or `other` where it is
 multiplied transposed.  Leading dimensions are those of stacked layers."""
 
 import dataclasses
@@ -13,9 +14,11 @@ import numpy as np
 from jax import Array, lax
 
 from spmd_lm.active_rules import num_shards
+from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collectives import contract, global_indices
 from spmd_lm.ops.compiler_workarounds import run_again
-from spmd_lm.ops.dense import Columns
+from spmd_lm.ops.dense import Columns, dense
+from spmd_lm.ops.norm import upcast
 
 Coding = Literal["int8", "nf4", "nf4-double"]
 BLOCK_SIZE = 64  # inputs per scale
@@ -125,6 +128,67 @@ def _mean(x: Array) -> Array:
     digits = scaled >> 12, scaled >> 6 & 63, scaled & 63
     high, middle, low = (each.sum(-1).astype(jnp.float32) for each in digits)
     return (high * 4096 + (middle * 64 + low)) * (most / 2**18 / x.shape[-1])
+
+
+LARGEST_CODE = {"int8": 127, "int4": 7}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def fake_quant(w: Array, kind: str, dim: int) -> Array:
+    """w with each entry rounded to the nearest integer multiple of a scale: the largest magnitude of BLOCK_SIZE entries
+    along `dim`, over LARGEST_CODE.
+
+    The gradient passes as if nothing were rounded (straight-through, arXiv:1308.3432)."""
+    blocks = _split(upcast(w), dim, BLOCK_SIZE)
+    absmax = jnp.abs(blocks).max(dim + 1, keepdims=True)
+    codes = jnp.round(blocks * (LARGEST_CODE[kind] * _inverse(absmax)))
+    return _join(codes * (absmax / LARGEST_CODE[kind]), dim).astype(w.dtype)
+
+
+def _fake_quant_again(w, kind, dim):
+    return fake_quant(*run_again(w), kind, dim), None
+
+
+fake_quant.defvjp(_fake_quant_again, lambda kind, dim, saved, g: (g,))
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeQuant:
+    """Rounds matrices [..., width, other] along their inputs.
+    transposed: whether they are multiplied transposed.
+    columns: those that are then selected."""
+
+    kind: str
+    transposed: bool
+    columns: Columns | None = None
+
+    def __call__(self, w: Array) -> Array:
+        w = fake_quant(w, self.kind, w.ndim - (1 if self.transposed else 2))
+        return w if self.columns is None else self.columns(w)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FakeQuantMatrix:
+    """A matrix in quantization-aware training (arXiv:1712.05877): it is multiplied rounded, and trained as it is."""
+
+    stored: Array
+    view: FakeQuant = dataclasses.field(metadata={"static": True})
+
+    @property
+    def entries(self) -> Array:
+        return self.view(self.stored)
+
+    def select(self, columns: Columns) -> "FakeQuantMatrix":
+        """The matrix of some of its columns."""
+        return FakeQuantMatrix(self.stored, dataclasses.replace(self.view, columns=columns))
+
+    def multiply(self, x: Array, *, transpose: bool = False) -> Array:
+        """See Matrix.multiply.  Raises ConfigError if a user's module does not multiply as its row_parallel says."""
+        if transpose != self.view.transposed:
+            how = "transposed" if transpose else "as it is"
+            raise ConfigError(f"a rounded matrix is multiplied {how}. List it in row_parallel if it is transposed.")
+        return dense(x, self.stored, transpose, self.view)
 
 
 @jax.tree_util.register_dataclass

@@ -283,6 +283,7 @@ def candidates(
         "train": config.train,
         "objective": config.objective,
         "adapter": config.adapter,
+        "precision": config.precision,
         "remat": remats[-1][-1],
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
@@ -357,6 +358,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.rings_are_in_no_branch: "a ring over parallel.context in a pipeline",
     layout_checks.context_is_manual: "sharding types with parallel.context",
     layout_checks.adapters_are_manual: "sharding types with adapters",
+    layout_checks.whole_groups_are_rounded: "sharding types or codes with rounded matrices",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
     layout_checks.layout_uses_all_devices: "the batch is not divisible",

@@ -39,6 +39,32 @@ def problems(*overrides: str) -> list[str]:
     ("overrides", "what", "use"),
     [
         (
+            "precision.fake_quant=int4 adapter.kind=lora",
+            "precision.fake_quant=int4 with adapter.kind=lora: nothing rounds what an adapter adds",
+            "precision.fake_quant=none, or adapter.kind=none",
+        ),
+        (
+            f"precision.fake_quant=int8 {MOE}",
+            "precision.fake_quant=int8 with model.mlp.kind=moe: stacks of experts, most of the model, are not rounded",
+            "precision.fake_quant=none",
+        ),
+        (
+            "precision.fake_quant=int4 parallel.partitioner=types",
+            "parallel.partitioner=types with precision.fake_quant=int4: types cannot tell that groups of inputs are on "
+            "one device",
+            "parallel.partitioner=auto",
+        ),
+        (
+            "precision.fake_quant=int4 parallel.zero=3 parallel.quantize_gather=int8",
+            "parallel.quantize_gather=int8 with precision.fake_quant=int4: what is rounded would be rounded already",
+            "parallel.quantize_gather=none, or precision.fake_quant=none",
+        ),
+        (
+            "precision.fake_quant=int4 parallel.model=2 parallel.collective_matmul=on",
+            "parallel.collective_matmul=on with precision.fake_quant=int4: backward would keep the rounded matrices",
+            "precision.fake_quant=none, or parallel.collective_matmul=auto",
+        ),
+        (
             "train.eval_tasks=[lambada=a] train.eval_every=0",
             "train.eval_tasks with train.eval_every=0, which evaluates nothing",
             "train.eval_every=100",

@@ -12,7 +12,7 @@ from spmd_lm.config.adapters import NoAdapter
 from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_obstacles
-from spmd_lm.config.schema import Model, Parallel, RunConfig
+from spmd_lm.config.schema import Model, Parallel, Precision, RunConfig
 from tests.helpers import ORIGINAL_BERT, alone, assert_same_run, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -119,7 +119,7 @@ def draw(pick: Callable, contexts: Sequence[int], forms: Sequence[str], objectiv
     if devices == 1:
         return None
     sized, laid_out = Model(**model), Parallel(**parallel)
-    if not any(collective_matmul_obstacles(sized, laid_out, NoAdapter())):
+    if not any(collective_matmul_obstacles(sized, laid_out, NoAdapter(), Precision())):
         parallel["collective_matmul"] = pick(["on", "off"])
     remat = {"policy": pick(["none", "selective", "residual", "full", "offload"])}
     optim = {"clip": pick([0.0, 0.05])} | sections.get("optim", {})
