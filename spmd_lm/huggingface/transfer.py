@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.new_run import write_new_run
@@ -276,7 +277,8 @@ def _as_multiplied(path: str, value: np.ndarray, program: Program) -> np.ndarray
     transposed = program.model.matrices.get(path_in_block(path))
     if transposed is None:
         return value
-    return np.asarray(jax.jit(FakeQuant(kind, transposed))(value.astype(precision.compute))).astype(value.dtype)
+    rounded = FakeQuant(kind, transposed)(jnp.asarray(value.astype(precision.compute)))
+    return np.asarray(rounded).astype(value.dtype)
 
 
 def gather_param(param: jax.Array, at: tuple[int, ...] = ()) -> np.ndarray:
