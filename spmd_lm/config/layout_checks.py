@@ -12,6 +12,7 @@ from spmd_lm.config.context_parallel import choose_context_attention, too_few_he
 from spmd_lm.config.schema import Model, Objective, Parallel, Precision, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
+HEADS = "parallel.context_attention=heads"
 RING = "parallel.context_attention=ring"
 
 
@@ -168,23 +169,31 @@ def context_divides_rows(model: Model, parallel: Parallel, run: Run) -> Problems
 def attention_reaches_over_context(model: Model, parallel: Parallel) -> Problems:
     """Requires enough heads for context_attention=heads, and of a ring what it can compute."""
     if parallel.context > 1 and not any(each.heads % parallel.model for each in model.of_each_kind):
-        heads = math.gcd(*(each.heads // parallel.model for each in model.of_each_kind))
-        fits, why = nearest(f"{parallel.context=}", divisors(heads)), choose_context_attention(model, parallel).why
-        asked = parallel.context_attention
-        yield from _attention_reaches(model=model, parallel=parallel, asked=asked, why=why, fits=fits)
+        kinds, asked = model.of_each_kind, parallel.context_attention
+        why = choose_context_attention(model, parallel).why
+        fits = nearest(f"{parallel.context=}", divisors(math.gcd(*(each.heads // parallel.model for each in kinds))))
+        of_ring = "parallel.context=1" if any(too_few_heads(each, parallel) for each in kinds) else HEADS
+        ways = {
+            "instead_of_heads": "" if any(each.span for each in kinds) else RING,
+            "instead_of_ring": of_ring if asked == "ring" else fits,
+        }
+        yield from _attention_reaches(model=model, parallel=parallel, asked=asked, why=why, fits=fits, **ways)
 
 
 @for_each_kind
-def _attention_reaches(model: Model, parallel: Parallel, asked: str, why: str, fits: str) -> Problems:
-    """asked: the form.  why: the reason of the one that is taken.  fits: degrees with enough heads."""
+def _attention_reaches(
+    model: Model, parallel: Parallel, asked: str, why: str, fits: str, instead_of_heads: str, instead_of_ring: str
+) -> Problems:
+    """asked: the form.  why: the reason of the one that is taken.  fits: degrees with enough heads.
+    instead_of_heads, instead_of_ring: settings that all kinds of layers can take, or ''."""
     if asked == "heads" and (too_few := too_few_heads(model, parallel)):
-        yield use(f"parallel.context_attention=heads: {too_few}", "" if model.span else RING, fits)
+        yield use(f"{HEADS}: {too_few}", instead_of_heads, fits)
     if parallel.context_attention == "ring" and model.span:
         because = RING if asked == "ring" else f"{parallel.context=}, where {why}"
         problem = (
             f"span={model.span} of model.period with {because}: a ring's hops are whole or causal, without windows"
         )
-        yield use(problem, "parallel.context_attention=heads" if asked == "ring" else fits)
+        yield use(problem, instead_of_ring)
 
 
 def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
@@ -196,7 +205,7 @@ def rings_are_in_no_branch(model: Model, parallel: Parallel) -> Problems:
     too_few = any(too_few_heads(each, parallel) for each in model.of_each_kind)
     reason = "idle stages would not take part in its permutes, which all devices wait for"
     problem = f"{parallel.pipe=} with a ring over {parallel.context=}: {reason}"
-    yield use(problem, "parallel.run_idle_stages=true", "" if too_few else "parallel.context_attention=heads")
+    yield use(problem, "parallel.run_idle_stages=true", "" if too_few else HEADS)
 
 
 @for_each_kind

@@ -132,6 +132,19 @@ def problems(*overrides: str) -> list[str]:
             "parallel.context_attention=ring, or parallel.context=1 or 2",
         ),
         (
+            'parallel.context=4 parallel.context_attention=heads model.heads=2 model.period=["block",{"kind":"window",'
+            '"span":3}]',
+            "parallel.context_attention=heads: model.heads=2 is not divisible by parallel.context=4",
+            "parallel.context=1 or 2",
+        ),
+        (
+            'parallel.context=4 parallel.context_attention=ring model.heads=2 model.period=["block",{"kind":"window",'
+            '"span":3}]',
+            "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, without "
+            "windows",
+            "parallel.context=1",
+        ),
+        (
             'parallel.context=4 parallel.context_attention=ring model.period=["block",{"kind":"window","span":3}]',
             "span=3 of model.period with parallel.context_attention=ring: a ring's hops are whole or causal, without "
             "windows",
