@@ -188,7 +188,7 @@ def test_ctrl_c_ends_both_in_silence():
 LLAMA = "vocab=32000 mlp_width=5504 norm_type=rms positions=rotary activation=swiglu use_bias=false attention=xla"
 LLAMA += " tie_embeddings=false layers=2 width=2048 heads=16 context=1024 dropout=0 attention_dropout=0"
 GPT = "layers=8 width=1024 heads=16 context=256 vocab=512"
-SMALL_STACKS = "--fibers_default_thread_stack_size=65536"
+SMALL_STACKS = "--fibers_default_thread_stack_size=32768"
 
 
 def audit_on_v5p(model: str, zero: int, **environment: str) -> tuple[int, str, str]:
