@@ -24,7 +24,7 @@ THRESHOLD, SHINGLE = 0.7, 3
 
 def generate(count: int) -> tuple[list[str], set[int]]:
     """Texts of 40 to 200 words, and the indices of texts that resemble an earlier one."""
-    draw, texts, copies = random.Random(0), [], set()
+    draw, texts, copies = random.Random(0), list[str](), set[int]()
     for i in range(count):
         if i % 10 == 9:
             words = texts[draw.randrange(i)].split()
@@ -42,7 +42,7 @@ def by_spmd_lm(texts: list[str], directory: Path) -> int:
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     keys = {"steps": {"near_duplicates": {"jaccard": THRESHOLD}}, "split": {"validation": 0.0}, "workers": 1}
     config = Preparation.model_validate({"sources": [str(file)], "out": str(directory / "out"), **keys})
-    steps = {each["name"]: each for each in prepare(config, str)["steps"]}
+    steps = {each["name"]: each for each in prepare(config, lambda line: None)["steps"]}
     return steps["near_duplicates"]["in"] - steps["near_duplicates"]["out"]
 
 

@@ -26,7 +26,7 @@ ROWS = (
 )
 LORA = ("adapter.kind=lora", "adapter.rank=16", "adapter.targets=all-linear")
 METHODS = {"full": (), "LoRA": LORA, "QLoRA": (*LORA, "adapter.base=nf4-double")}
-HALF = ("precision.compute=float16", "precision.loss_scale=dynamic")
+HALF: tuple[str, ...] = ("precision.compute=float16", "precision.loss_scale=dynamic")
 
 
 def configuration(model: str, topology: str, method: str) -> RunConfig:

@@ -17,13 +17,29 @@ from spmd_lm.training.bench import random_batch
 
 
 def config(s: Sizes, scan: bool) -> RunConfig:
-    sizes = {"layers": s.layers, "width": s.width, "heads": s.heads, "context": s.context, "vocab": s.vocab}
-    adam = {"lr": workload.LR, "b1": workload.B1, "b2": workload.B2, "eps": workload.EPS}
     return RunConfig(
-        model=Model(**sizes, scan=scan, dropout=0.0, attention_dropout=0.0, activation="gelu"),
+        model=Model(
+            layers=s.layers,
+            width=s.width,
+            heads=s.heads,
+            context=s.context,
+            vocab=s.vocab,
+            scan=scan,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation="gelu",
+        ),
         data=Synthetic(source="synthetic"),
         precision=Precision(compute="float32"),
-        optim=AdamW(**adam, weight_decay=workload.WEIGHT_DECAY, decay="constant", clip=0.0),
+        optim=AdamW(
+            lr=workload.LR,
+            b1=workload.B1,
+            b2=workload.B2,
+            eps=workload.EPS,
+            weight_decay=workload.WEIGHT_DECAY,
+            decay="constant",
+            clip=0.0,
+        ),
         train=Train(steps=1_000_000, batch=s.batch),
     )
 

@@ -132,8 +132,8 @@ def census(way: str, stream: P, topology: str) -> Counter:
     with jax.set_mesh(mesh):
         step = jax.jit(step_of(way, stream), out_shardings=shardings)
         compiled = step.lower(weights, x).compile()
-    sizes, found = dict(mesh.shape), Counter()
-    for c in collective_instructions(HloModule(compiled.as_text()), target.size):
+    sizes, found = dict(mesh.shape), Counter[tuple]()
+    for c in collective_instructions(HloModule(compiled.as_text() or ""), target.size):
         if c.wire_bytes > 1024:
             found[c.kind, c.axes(sizes)] += c.num_arrays * round(c.count)
     return found

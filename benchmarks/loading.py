@@ -7,16 +7,20 @@ Both read the same file, in the page cache, take turns, and return int32 rows.  
 from a seed, are checked against checksums before their first use, and have targets, positions and weights too."""
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.token_files.shard import ShardWriter
 
 CONTEXT, BATCH, DOCUMENT = 1024, 64, 1000
@@ -27,7 +31,7 @@ VOCAB, EOS = 256, 0
 def write(root: Path, megabytes: int) -> Path:
     """A data set of random bytes."""
     rng = np.random.default_rng(0)
-    manifest = {"format": "spmd_lm.tokens", "version": 1, "tokenizer": "bytes", "eos_token_id": EOS, "splits": {}}
+    splits = {}
     for split, tokens in (("train", megabytes * 500_000), ("validation", 100_000)):
         (root / split).mkdir(parents=True)
         names = [f"{split}/shard-{i:05d}" for i in range(-(-tokens // SHARD_TOKENS))]
@@ -36,7 +40,8 @@ def write(root: Path, megabytes: int) -> Path:
             for _ in range(min(SHARD_TOKENS, tokens - i * SHARD_TOKENS) // (DOCUMENT + 1)):
                 writer.add(rng.integers(1, VOCAB, DOCUMENT, np.uint16), DOCUMENT)
             writer.finish()
-        manifest["splits"][split] = {"shards": names}
+        splits[split] = {"shards": names}
+    manifest = {"format": "spmd_lm.tokens", "version": 1, "tokenizer": "bytes", "eos_token_id": EOS, "splits": splits}
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 
@@ -52,7 +57,7 @@ def config(path: Path, verify: str, pack: bool) -> RunConfig:
     )
 
 
-def loader_of(path: Path, verify: str = "touch", pack: bool = False):
+def loader_of(path: Path, verify: str = "touch", pack: bool = False) -> tuple[Loader, str]:
     run = config(path, verify, pack)
     data = load_data(run.data, 0, VOCAB)
     return make_loader(run, data, "training"), data.fingerprint
@@ -78,13 +83,13 @@ def bare_reader(path: Path):
 
 def compare(path: Path, rounds: int) -> None:
     bare = bare_reader(path)
-    readers = {"bare memory map": lambda step: bare()}
+    readers: dict[str, Callable[[int], Any]] = {"bare memory map": lambda step: bare()}
     for verify, pack in (("touch", False), ("off", False), ("touch", True)):
         loader, _ = loader_of(path, verify, pack)
-        readers[f"loader, verify={verify}{', pack' if pack else ''}"] = lambda step, one=loader: one.rows(
-            step, 0, BATCH
+        readers[f"loader, verify={verify}{', pack' if pack else ''}"] = functools.partial(
+            loader.rows, start=0, stop=BATCH
         )
-    seconds = {name: [] for name in readers}
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
     for step in range(rounds):
         for name, read in readers.items():
             start = time.perf_counter()

@@ -26,6 +26,7 @@ from turns import measure
 
 from spmd_lm.config.load import load
 from spmd_lm.parallel import groups
+from spmd_lm.step.offload import offload_directory
 from spmd_lm.step.program import Program
 from spmd_lm.training.bench import peak_memory, random_batch
 
@@ -54,11 +55,13 @@ class Variant:
         self.update_seconds: list[float] = []
         self.directory: Path | None = None
         if self.program.config.optim.offload == "disk":
-            self.directory = Path(self.program.config.optim.offload_dir) / "process-0"
+            self.directory = offload_directory(self.program.config) / "process-0"
+            assert self.program.offload
             update = self.program.offload.update
             vars(self.program.offload)["update"] = lambda *arguments: self.time_update(update, *arguments)
 
     def time_update(self, update: Callable, *arguments: Any) -> Any:
+        assert self.program.offload and self.directory
         jax.block_until_ready(arguments)
         evict(self.directory)
         start = time.perf_counter()
@@ -135,8 +138,8 @@ def compare(args: argparse.Namespace, scratch: Path) -> tuple[dict[str, dict[str
         variants[name] = Variant(args.config, [*args.overrides, *VARIANTS[name], *directory])
         for _ in range(2):
             variants[name].step()
-        if variants[name].directory:
-            bare[name] = BareLoop(variants[name].directory)
+        if on_disk := variants[name].directory:
+            bare[name] = BareLoop(on_disk)
         print(f"{name}: compiled in {variants[name].compile_seconds:.0f} s", flush=True)
     measure([*variants.values(), *bare.values()], args.rounds)
     rows = {}
@@ -150,7 +153,7 @@ def compare(args: argparse.Namespace, scratch: Path) -> tuple[dict[str, dict[str
         if name in bare:
             updates, size = (
                 variant.update_seconds[2:],
-                2 * sum(path.stat().st_size for path in evict(variant.directory)),
+                2 * sum(path.stat().st_size for path in evict(bare[name].directory)),
             )
             rows[name]["disk_mb_per_s"] = size / statistics.median(updates) / 1e6
             rows[name]["bare_mb_per_s"] = size / statistics.median(bare[name].seconds) / 1e6

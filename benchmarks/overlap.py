@@ -24,7 +24,7 @@ from spmd_lm.runtime.xla_options import options_for
 SEQUENCE = "with the sequence sharded"
 PIPELINE = "pipe 4 x data 16, 16 microbatches, "
 WIDE, SMALL = "gpt_22b", "debug"
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     f"data 32 x model 2 {SEQUENCE}": {"model": 2, "sequence": True},
     f"data 8 x model 8 {SEQUENCE}": {"model": 8, "sequence": True},

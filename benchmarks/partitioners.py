@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")  # without it, collectives of simulated devices deadlock on two cores
@@ -35,7 +36,7 @@ TOPOLOGIES = ("v5p:4x4x4", "h100:2x8", "cpu:8")
 TENSOR_PARALLEL = 4
 SIZES = {"layers": 2, "width": 512, "heads": 8, "context": 128, "vocab": 509, "dropout": 0.1, "attention_dropout": 0.0}
 BATCH = 64
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "bert": {"kind": "bert", "norm": "post", "token_types": 2},
     "bert, pre": {"kind": "bert", "norm": "pre", "token_types": 2},
@@ -52,7 +53,7 @@ FACTORS = {
 MOST = 1e-3
 """Largest sum of missing and excess bytes of an exact case, relative to theory's."""
 
-Case = dict[str, str | int | bool]
+Case = dict[str, Any]
 
 
 def all_pairs() -> list[Case]:
@@ -175,7 +176,7 @@ HEADER = """# Steps of sharding types beside written-out ones, as compiled for h
 
 def choose(name: str) -> None:
     """Compiles both steps for each row of this topology, and writes the figures of this jax into the table."""
-    rows = yaml.safe_load(TABLE.read_text()) or []  # the first time, the file is only a comment
+    rows: list[dict[str, Any]] = yaml.safe_load(TABLE.read_text()) or []  # the first time, the file is only a comment
     for zero, (degrees, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
         case: Case = {"model": "gpt", "remat": "full", "zero": zero, "sequence": sequence, "replica": 1}
         shares = [_shares_of_manual(case, degree, name) for degree in degrees]

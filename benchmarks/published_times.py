@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from megatron import Profile, predict_step, profiles
-from published_formulas import Sizes, microbatches_in_flight, state_bytes
+from published_formulas import Recomputation, Sizes, microbatches_in_flight, state_bytes
 
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
@@ -63,8 +63,10 @@ def predict(table: dict[str, Any]) -> list[Prediction]:
             case "seconds":
                 measured, value = 1 / measured, 1 / step.seconds
             case "efficiency":
+                assert baseline
                 value /= _rate(table, *baseline[:2])
             case "speedup":
+                assert baseline
                 value = baseline[1].seconds / step.seconds
         predictions.append(
             Prediction(table["table"], row["name"], measured, value, row.get("fitted", ""), chosen, step)
@@ -128,11 +130,12 @@ def stage_memory(config: RunConfig, system: Profile) -> float:
     parameters = (sizes.parameters - m.vocab * m.width) / (p.pipe * p.model) + m.vocab * m.width / p.model
     layers = m.layers / p.pipe * (microbatches_in_flight(p.pipe, config.chunks) if p.pipe > 1 else 1)
 
-    def activations(policy: str) -> float:
+    def activations(policy: Recomputation) -> float:
         return sizes.layer_activations(sequences, p.model, policy, shards_sequence=p.sequence)
 
     # A layer being recomputed is held whole; with fused attention, no scores are held.
     policy = config.remat.policy
+    assert policy in ("none", "selective", "full")
     fused = policy == "none" and system.attention == "fused"
     saved = layers * activations("selective" if fused else policy) + (policy == "full") * activations("none")
     logits = sequences * m.context * m.vocab / p.model * ALLOCATED if p.pipe == 1 else 0

@@ -80,10 +80,11 @@ def main() -> int:
     ratios = {}
     for name, times in seconds.items():
         ratios[name] = statistics.median(t / base for t, base in zip(times, seconds["gpipe"], strict=True))
-        temporaries = programs[name].compiled.memory_analysis().temp_size_in_bytes
+        memory = programs[name].compiled.memory_analysis()
+        assert memory is not None
         print(
             f"{name:<14} chunks {chunks[name]}  {statistics.median(times):6.3f} s   {ratios[name]:.3f} of gpipe's   "
-            f"{temporaries / 2**20:7.1f} MiB of temporaries, all stages"
+            f"{memory.temp_size_in_bytes / 2**20:7.1f} MiB of temporaries, all stages"
         )
     return int(ratios["1f1b"] > 1)
 

@@ -25,6 +25,7 @@ from cpu_step import environment
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.hardware import read_hardware
 from spmd_lm.planning.search import CostedLayout, Target, candidates, cost, make_plan, make_target
 
@@ -52,7 +53,7 @@ def draw(seed: int, count: int, target: Target) -> list[CostedLayout]:
     config, generator = load(None, MODEL), random.Random(seed)
     legal = list(itertools.chain.from_iterable(candidates(config, target, Counter())))
     generator.shuffle(legal)
-    chosen, meshes = [], set[tuple[int, ...]]()
+    chosen, meshes = list[RunConfig](), set[tuple[int, ...]]()
     for each in legal:
         p = each.parallel
         if (mesh := (p.pipe, p.replica, p.data, p.model)) not in meshes and len(chosen) < count:

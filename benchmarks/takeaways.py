@@ -26,7 +26,7 @@ class Curve(NamedTuple):
     points: dict[int, float]
 
 
-def gpt(layers: int, width: int, heads: int, batch: int, remat: str = "full", **parallel: int | str) -> RunConfig:
+def gpt(layers: int, width: int, heads: int, batch: int, remat: str = "full", /, **parallel: int | str) -> RunConfig:
     """A model of the paper, whose system shards neither the sequence nor the optimizer."""
     sizes = [f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"train.batch={batch}"]
     layout = {"pipe": 1, "data": 1, "model": 1, "microbatches": 1, "sequence": "false", "zero": 0} | parallel
@@ -101,11 +101,11 @@ def interleaving() -> list[Curve]:
         Curve(
             label,
             {
-                batch: tflops(gpt(96, 12288, 96, batch, model=8, pipe=12, microbatches=batch, **how))
-                for batch in batches
+                b: tflops(gpt(96, 12288, 96, b, model=8, pipe=12, microbatches=b, schedule=schedule, chunks=n))
+                for b in batches
             },
         )
-        for label, how in (("1F1B", {}), ("interleaved, 2 chunks", {"schedule": "interleaved", "chunks": 2}))
+        for label, schedule, n in (("1F1B", "1f1b", 1), ("interleaved, 2 chunks", "interleaved", 2))
     ]
 
 
