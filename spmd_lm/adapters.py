@@ -20,12 +20,21 @@ from spmd_lm.config.adapters import (
     is_adapter,
 )
 from spmd_lm.config.layers import layer_path, path_in_block
+from spmd_lm.config.schema import Precision
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.adapters import Adapters, LowRank, Scaling
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.ops.few_bits import BLOCK_SIZE
+from spmd_lm.ops.few_bits import BLOCK_SIZE, Coding
 from spmd_lm.parallel.trees import leaves_by_path
+
+CODINGS = {
+    "none": None,
+    "int8": Coding("int8"),
+    "nf4": Coding("nf4", BLOCK_SIZE),
+    "nf4-double": Coding("nf4", BLOCK_SIZE, double=True),
+}
+"""The codings of adapter.base."""
 
 TASK_HEAD = "head"  # newly initialized, and so trained too, if an objective predicts no tokens
 
@@ -136,22 +145,32 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
     return values
 
 
+def coding_of(adapter: Adapter | NoAdapter, precision: Precision) -> Coding | None:
+    """How the blocks' matrices are quantized."""
+    if precision.quantized != "none":
+        return Coding(precision.quantized, precision.quantized_group)
+    return CODINGS[adapter.base]
+
+
 def require_whole_blocks(model: LanguageModel, shards: int) -> None:
     """Raises LayoutError if sharding over `model` would split blocks of quantized matrices: inputs that share a
     scale."""
     if model.fake_quant != "none":
         chosen, way = f"precision.fake_quant={model.fake_quant}", "precision.fake_quant=none"
-    elif model.base in ("nf4", "nf4-double"):
-        chosen, way = f"adapter.base={model.base}", "adapter.base=int8"
-    else:
+    elif model.base is None:
         return
-    shapes = leaves_by_path(dataclasses.replace(model, base="none").shapes["blocks"])
+    elif model.adapters:
+        chosen, way = f"adapter.base={model.base.name}", "adapter.base=int8"
+    else:
+        chosen, way = f"precision.quantized={model.base.name}", "spmd-lm quantize with another group"
+    size = BLOCK_SIZE if model.base is None else model.base.whole
+    shapes = leaves_by_path(dataclasses.replace(model, base=None).shapes["blocks"])
     for path, leaf in shapes.items():
-        if model.matrices.get(path_in_block(f"blocks.{path}")) and (leaf.shape[-1] // BLOCK_SIZE) % shards:
-            blocks = leaf.shape[-1] // BLOCK_SIZE
+        if model.matrices.get(path_in_block(f"blocks.{path}")) and (leaf.shape[-1] // size) % shards:
+            blocks = leaf.shape[-1] // size
             fits = ", ".join(str(n) for n in range(1, shards) if blocks % n == 0 and shards % n == 0)
             raise LayoutError(
-                f"{chosen}: parallel.model={shards} would cut groups of {BLOCK_SIZE} inputs, of which {path} has "
+                f"{chosen}: parallel.model={shards} would cut groups of {size} inputs, of which {path} has "
                 f"{blocks}. Use parallel.model={fits.replace(', ', ' or ')}, or {way}."
             )
 
@@ -169,11 +188,12 @@ def require_free_names(model: LanguageModel) -> None:
 def trainable_paths(
     adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()
 ) -> frozenset[str] | None:
-    """Paths of adapters, of `modules_to_save` and of a task's head; None without adapters: all are trained.
+    """Paths of adapters, of `modules_to_save` and of a task's head; without adapters of all that is not quantized, or
+    None for all.
     freeze: patterns of optim.freeze.  Raises ConfigError for modules_to_save that are missing, quantized or frozen."""
-    if isinstance(adapter, NoAdapter):
-        return None
     paths = _paths(model)
+    if isinstance(adapter, NoAdapter):
+        return frozenset(path for path in paths if path.rpartition(".")[2] not in CODED) if model.base else None
     own = [path for path in paths if not is_adapter(path.split("."))]
     saved = {each: _parameters_of(each, own) for each in adapter.modules_to_save}
     for each, parts in saved.items():

@@ -238,7 +238,7 @@ def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[lis
 
 def make_model(config: RunConfig) -> "LanguageModel":
     """The model of a configuration, for the user's own training loop: see docs/own-loop.md.  Raises ConfigError for one
-    with adapters."""
+    with adapters or codes."""
     import jax
 
     if config.adapter.kind != "none":
@@ -246,6 +246,9 @@ def make_model(config: RunConfig) -> "LanguageModel":
             f"adapter.kind={config.adapter.kind}: a loop of one's own would train its base too. Use spmd-lm train, or "
             "adapter.kind=none."
         )
+    if config.precision.quantized != "none":
+        problem = f"precision.quantized={config.precision.quantized}: a loop of one's own cannot train codes"
+        raise ConfigError(f"{problem}. Use precision.quantized=none.")
     set_up_devices(config)
     from spmd_lm.resolve import enable_float64, make_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spmd_lm.adapters import adapters_of, require_free_names, require_whole_blocks, trainable_paths
+from spmd_lm.adapters import adapters_of, coding_of, require_free_names, require_whole_blocks, trainable_paths
 from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import attention_block, choose_kernel
 from spmd_lm.config.context_parallel import choose_context_attention
@@ -73,7 +73,7 @@ def make_model(
         model = dataclasses.replace(model, expert_products=products)
     if modules.own:
         require_free_names(model)
-    adapters, base = adapters_of(config.adapter, model), config.adapter.base
+    adapters, base = adapters_of(config.adapter, model), coding_of(config.adapter, p)
     return dataclasses.replace(model, adapters=adapters, base=base, fake_quant=p.fake_quant)
 
 

@@ -59,12 +59,17 @@ class PretrainedRun:
     def _read(self, step: int) -> dict[str, jax.Array]:
         program, config = self.program, self.program.config
         meta = checked_meta(self.checkpoints, step)
-        saved = meta["config"]
+        saved, own = meta["config"], config.model_dump(by_alias=True)["precision"]
         if (kind := saved.get("adapter", {}).get("kind", "none")) != "none":
             raise CheckpointError(
                 f"run.init_from={self.directory} holds an adapter alone ({kind}), not its model. Merge both first: "
                 f"spmd-lm merge {self.directory} OUT."
             )
+        codes = [(each.get("quantized", "none"), each.get("quantized_group")) for each in (saved["precision"], own)]
+        if codes[0] != codes[1]:
+            theirs, ours = (f"precision.quantized={bits} in groups of {group}" for bits, group in codes)
+            problem = f"run.init_from={self.directory} has {theirs}, and this run {ours}: codes mean nothing else"
+            raise CheckpointError(f"{problem}. Use the run that was quantized.")
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
         self.rounded = saved["precision"].get("fake_quant", "none")  # how it was trained
@@ -73,26 +78,26 @@ class PretrainedRun:
         same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
         self.same_objective = saved["objective"]["kind"] == config.objective.kind and same_module
         uncoded = program if config.adapter.base == "none" else _without_codes(program)
-        own = leaves_by_path(uncoded.abstract_canonical().params)
-        reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
-        self.new = [name for name in own if name not in reused]
+        leaves = leaves_by_path(uncoded.abstract_canonical().params)
+        reused = [name for name, leaf in leaves.items() if self._fits(name, leaf.shape)]
+        self.new = [name for name in leaves if name not in reused]
         if missing := [name for name in self.new if not (name.startswith("head.") or is_adapter(name.split(".")))]:
             raise CheckpointError(
                 f"{self.checkpoints.directory / str(step)} lacks {', '.join(missing)}: it is of another model. "
                 f"Choose another run.init_from."
             )
         abstract = {
-            name: jax.ShapeDtypeStruct(self.shapes[name].shape, self.shapes[name].dtype, sharding=own[name].sharding)
+            name: jax.ShapeDtypeStruct(self.shapes[name].shape, self.shapes[name].dtype, sharding=leaves[name].sharding)
             for name in reused
         }
         if uncoded is program:
             read = self.checkpoints.restore_params_by_path(step, abstract)
-            return {path: on_devices(partial(jnp.asarray, dtype=own[path].dtype), x) for path, x in read.items()}
-        return self._coded(step, abstract, own)
+            return {path: on_devices(partial(jnp.asarray, dtype=leaves[path].dtype), x) for path, x in read.items()}
+        return self._coded(step, abstract, leaves)
 
     def _coded(self, step: int, abstract: Shapes, own: Shapes) -> dict[str, jax.Array]:
         """Reads and quantizes the parameters, one at a time.  own: as in a run without quantization."""
-        kind, matrices, params = self.program.config.adapter.base, self.program.model.matrices, {}
+        coding, matrices, params = self.program.model.base, self.program.model.matrices, {}
         like = leaves_by_path(self.program.abstract_canonical().params)
         for path, leaf in abstract.items():
             (read,) = self.checkpoints.restore_params_by_path(step, {path: leaf}).values()
@@ -102,7 +107,7 @@ class PretrainedRun:
                 shardings = {key: like[f"{path}.{key}"].sharding for key in CODED if f"{path}.{key}" in like}
                 transposed = matrices[path_in_block(path)]
                 make = jax.jit(encode, static_argnums=(0, 2), out_shardings=shardings)
-                coded = make(kind, read, transposed)
+                coded = make(coding, read, transposed)
                 params |= {f"{path}.{key}": value for key, value in coded.items()}
         return params
 

@@ -61,8 +61,8 @@ def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dic
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.Array:
-    return jax.vmap(lambda stored: CodedMatrix(stored, kind, "", transposed).entries)(stack)
+def _decode(stack: dict[str, jax.Array], coding: Coding, transposed: bool) -> jax.Array:
+    return jax.vmap(lambda stored: CodedMatrix(stored, coding, "", transposed).entries)(stack)
 
 
 @functools.partial(jax.jit, static_argnums=2)

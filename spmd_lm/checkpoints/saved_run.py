@@ -28,7 +28,10 @@ from spmd_lm.runtime.processes import allgather_objects
 Result = TypeVar("Result")
 
 # Sections and keys that define the model: if they differ, a saved state is meaningless.
-MODEL_KEYS = ("model", "objective", "precision.params", "precision.frozen", "adapter")
+MODEL_KEYS = (
+    *("model", "objective", "adapter"),
+    *("precision.params", "precision.frozen", "precision.quantized", "precision.quantized_group"),
+)
 
 # Keys among them that define how a layer is computed and regularized; they leave the meaning of the arrays unchanged.
 COMPUTATION_KEYS = (

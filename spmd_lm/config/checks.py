@@ -185,6 +185,28 @@ def experts_are_not_quantized(adapter: Adapter | NoAdapter, model: Model) -> Pro
         yield use(problem, "adapter.base=none")
 
 
+def codes_are_of_dense_matrices(precision: Precision, adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    group, none = precision.quantized_group, "precision.quantized=none"
+    if precision.quantized == "none":
+        if group is not None:
+            yield use(f"precision.quantized_group={group} has no effect with {none}", "precision.quantized_group=null")
+        return
+    chosen = f"{precision.quantized=!s}"
+    if precision.quantized == "nf4" and group is None:
+        yield use(f"{chosen} with precision.quantized_group=null", "precision.quantized_group=64")
+    if precision.quantized != "int8" and (group or 2) % 2:
+        yield use(
+            f"{chosen} with precision.quantized_group={group}: a byte holds the codes of two inputs", "an even one"
+        )
+    if precision.fake_quant != "none":
+        yield use(f"{precision.fake_quant=!s} with {chosen}: matrices are rounded already", "precision.fake_quant=none")
+    if adapter.kind != "none":
+        problem = f"{adapter.kind=!s} with {chosen}: an adapter's base is quantized by adapter.base"
+        yield use(problem, "the run that was quantized, with adapter.base=nf4")
+    if model.mixtures:
+        yield use(f"{chosen} with model.mlp.kind=moe: stacks of experts, most of the model, have no codes", none)
+
+
 def rounded_matrices_are_dense(precision: Precision, adapter: Adapter | NoAdapter, model: Model) -> Problems:
     chosen, none = f"{precision.fake_quant=!s} with", "precision.fake_quant=none"
     if precision.fake_quant == "none":
@@ -458,6 +480,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     layers_can_be_shared,
     adapted_layers_are_not_shared,
     experts_are_not_quantized,
+    codes_are_of_dense_matrices,
     rounded_matrices_are_dense,
     frozen_parameters_have_their_dtype,
     offload_keys_have_an_effect,

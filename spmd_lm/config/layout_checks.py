@@ -285,16 +285,16 @@ def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Pro
 
 
 def whole_groups_are_rounded(precision: Precision, parallel: Parallel) -> Problems:
-    if precision.fake_quant == "none":
+    if not precision.few_bits:
         return
     if parallel.partitioner == "types":
         reason = "types cannot tell that groups of inputs are on one device"
-        yield use(f"{parallel.partitioner=!s} with {precision.fake_quant=!s}: {reason}", "parallel.partitioner=auto")
+        yield use(f"{parallel.partitioner=!s} with {precision.few_bits}: {reason}", "parallel.partitioner=auto")
     if parallel.quantize_gather != "none":
-        problem = (
-            f"{parallel.quantize_gather=!s} with {precision.fake_quant=!s}: what is rounded would be rounded already"
+        problem = f"{parallel.quantize_gather=!s} with {precision.few_bits}: what is rounded would be rounded already"
+        yield use(
+            problem, "parallel.quantize_gather=none", "precision.fake_quant=none" * (precision.fake_quant != "none")
         )
-        yield use(problem, "parallel.quantize_gather=none", "precision.fake_quant=none")
 
 
 def products_have_parts(

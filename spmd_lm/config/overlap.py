@@ -51,9 +51,8 @@ def collective_matmul_obstacles(
         yield Obstacle("model.module", "its products are not this package's", "model.module=null")
     if adapter.kind != "none":
         yield Obstacle(f"adapter.kind={adapter.kind}", "its products do not run in parts", "adapter.kind=none")
-    if precision.fake_quant != "none":
-        reason = "backward would keep the rounded matrices"
-        yield Obstacle(f"precision.fake_quant={precision.fake_quant}", reason, "precision.fake_quant=none")
+    if chosen := precision.few_bits:
+        yield Obstacle(chosen, "backward would keep the rounded matrices", f"{chosen.partition('=')[0]}=none")
     if parallel.partitioner == "types":
         yield Obstacle("parallel.partitioner=types", "XLA inserts the collectives", "parallel.partitioner=manual")
     if parallel.pipe > 1 and not parallel.run_idle_stages:

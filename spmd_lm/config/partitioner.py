@@ -50,7 +50,7 @@ def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bo
         return PartitionerChoice("manual", "the step gathers a secondary copy, which it writes out")
     if config.adapter.kind != "none":
         return PartitionerChoice("manual", f"adapter.kind={config.adapter.kind} is written out")
-    if config.precision.fake_quant != "none":
+    if config.precision.few_bits:
         return PartitionerChoice("manual", "groups of rounded inputs are on one device, which types cannot describe")
     layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}
     row = next((row for row in table() if layout.items() <= row.items()), None)

@@ -23,6 +23,7 @@ from spmd_lm.config.types import (
     MOST,
     Bias,
     Biases,
+    Bits,
     Count,
     CountOrZero,
     DropoutRate,
@@ -299,12 +300,21 @@ class Precision(Section):
     logits: Literal["float32", "compute"] = "float32"
     # rounding of blocks' matrices before they multiply, in training and after it; docs/quantization.md
     fake_quant: FakeQuantKind = "none"
+    # codes that blocks' matrices are stored in, which are not trained, in a run that `spmd-lm quantize` has made
+    quantized: Literal["none"] | Bits = "none"
+    quantized_group: Count | None = None  # inputs that share a scale; default: all of an output
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     # halved in the first steps if it is too large; Megatron-LM begins at 4294967296
     initial_scale: Annotated[float, Field(ge=LEAST_SCALE, le=2**64)] = 2.0**16
     scale_window: Count = 1000  # consecutive steps without overflow that double the scale
     hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
     min_scale: Annotated[float, Field(ge=LEAST_SCALE)] = 1.0  # the scale is never halved below it
+
+    @property
+    def few_bits(self) -> str:
+        """The setting by which blocks' matrices multiply as few bits, KEY=VALUE; '' if none."""
+        keys = [key for key in ("fake_quant", "quantized") if getattr(self, key) != "none"]
+        return f"precision.{keys[0]}={getattr(self, keys[0])}" if keys else ""
 
 
 class OptimizerConfig(Section):

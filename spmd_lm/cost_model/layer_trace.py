@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import is_spec
-from spmd_lm.adapters import adapters_of
+from spmd_lm.adapters import adapters_of, coding_of
 from spmd_lm.axes import CONTEXT, EXPERT, MODEL, SEQUENCE, TIME, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.adapters import CODED
@@ -244,7 +244,7 @@ def _model(
         expert_products=(kernels.products,),
         attention_block=kernels.block,
     )
-    adapters, base = adapters_of(adapter, traced), adapter.base
+    adapters, base = adapters_of(adapter, traced), coding_of(adapter, precision)
     return dataclasses.replace(traced, adapters=adapters, base=base, fake_quant=precision.fake_quant)
 
 

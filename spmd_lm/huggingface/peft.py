@@ -77,7 +77,7 @@ class PeftNames:
         model_type = next((str(read_json(file).get("model_type")) for file in files if os.path.lexists(file)), "")
         self.architecture, _ = build_config(config.model, config.objective, model_type)
         self.leaves = leaves_by_path(program.plan.trained(program.plan.shapes))
-        uncoded = dataclasses.replace(program.model, base="none")
+        uncoded = dataclasses.replace(program.model, base=None)
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(uncoded.shapes).items()}
         base = {path: shape for path, shape in shapes.items() if not is_adapter(path.split("."))}
         tensors, adapters = self.architecture.tensors(base, config.model.heads), dict(program.model.adapters)

@@ -1,15 +1,16 @@
 """Adapters: parameters beside the matrices of blocks, trained in their place."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm.axes import DimNames
-from spmd_lm.config.adapters import CODED, SUFFIX, Base
+from spmd_lm.config.adapters import CODED, SUFFIX
 from spmd_lm.config.types import FakeQuantKind
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.context import BlockContext
@@ -84,26 +85,28 @@ class ScalingAdapter(nnx.Module):
 class Coded(nnx.Module):
     """Codes and scales in place of a matrix, each of them a parameter."""
 
-    def __init__(self, matrix: nnx.Param, kind: Coding, transposed: bool, path: str):
+    def __init__(self, matrix: nnx.Param, coding: Coding, transposed: bool, path: str, key: str):
         (width, other), (_, name) = matrix.shape, _names(matrix)
         inputs = other if transposed else width
-        if kind != "int8" and inputs % BLOCK_SIZE:
+        if inputs % coding.whole:
+            problem = f"{key}={coding.name}: {path} has {inputs} inputs, which groups of {coding.whole} do not divide"
             raise ConfigError(
-                f"adapter.base={kind}: {path} has {inputs} inputs, which blocks of {BLOCK_SIZE} do not divide. Use "
-                "adapter.base=int8 or none."
+                f"{problem}. Use {key}=int8{' or none' if key == 'adapter.base' else ', or groups that do'}."
             )
-        blocks = ("width", name) if transposed else ("width_blocks", name)
-        names: dict[str, DimNames] = {"codes": ("width", name), "absmax": ("width",) if transposed else (name,)}
-        if kind != "int8":
-            packed = ("width", name) if transposed else ("width_bytes", name)
-            names = {"codes": packed, "absmax": blocks, "nested_absmax": (None,), "offset": (None,)}
-        for key, value in encode(kind, matrix[...], transposed).items():
+        of_output, of_group = ((name,), ("width_blocks", name)) if not transposed else (("width",), ("width", name))
+        names: dict[str, DimNames] = {
+            "codes": ("width_bytes" if coding.packs and not transposed else "width", name),
+            "absmax": of_group if coding.group else of_output,
+            "nested_absmax": (None,),
+            "offset": (None,),
+        }
+        for key, value in encode(coding, matrix[...], transposed).items():
             setattr(self, key, nnx.Param(value, out_sharding=names[key]))
-        self.kind, self.name, self.transposed = kind, name, transposed
+        self.coding, self.name, self.transposed = coding, name, transposed
 
     def __call__(self) -> CodedMatrix:
         stored = {key: value[...] for key in CODED if (value := getattr(self, key, None)) is not None}
-        return CodedMatrix(stored, self.kind, self.name, self.transposed)
+        return CodedMatrix(stored, self.coding, self.name, self.transposed)
 
 
 def matrices_of(block: nnx.Module) -> Iterator[tuple[str, HasMatrices, str]]:
@@ -134,15 +137,18 @@ def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.
 
 
 def require_used(block: nnx.Module) -> None:
-    """Raises ConfigError if a block has run without asking for a matrix that has an adapter, or is rounded."""
+    """Raises ConfigError if a block has run without asking for a matrix that has an adapter, is rounded, or is to show
+    its inputs."""
     for keys, module in nnx.iter_modules(block):
         if not isinstance(module, HasMatrices):
             continue
         needed = [name.removesuffix(SUFFIX) for name in vars(module) if name.endswith(SUFFIX)]
         what, way = "has an adapter", "leave it out of adapter.targets"
-        if module.fake_quant != "none":
+        if module.fake_quant != "none" or module.show:
             needed = [name for path, _, name in matrices_of(module) if path == name]
             what, way = "is rounded", "use precision.fake_quant=none"
+            if module.show:
+                what, way = "is calibrated", "use --method rtn"
         for name in needed:
             if name not in module.used:
                 path = ".".join(map(str, (*keys, name)))
@@ -150,6 +156,17 @@ def require_used(block: nnx.Module) -> None:
                     f"{type(block).__name__} does not ask for its matrix '{path}', which {what}. Write "
                     f"self.matrix('{name}', context), or {way}."
                 )
+
+
+def show_inputs(block: nnx.Module, show: Callable[[str, jax.Array], None]) -> None:
+    """Has all matrices of a block call show(path, x) with what they multiply."""
+    for keys, module in nnx.iter_modules(block):
+        if isinstance(module, HasMatrices):
+            module.show = functools.partial(_show_at, show, "".join(f"{key}." for key in keys))
+
+
+def _show_at(show: Callable[[str, jax.Array], None], prefix: str, name: str, x: jax.Array) -> None:
+    show(prefix + name, x)
 
 
 def fake_quantize(block: nnx.Module, kind: FakeQuantKind) -> nnx.Module:
@@ -172,9 +189,9 @@ def fake_quantize(block: nnx.Module, kind: FakeQuantKind) -> nnx.Module:
     return block
 
 
-def code_matrices(block: nnx.Module, kind: Base) -> nnx.Module:
-    """Quantizes all matrices of a block."""
-    if kind != "none":
+def code_matrices(block: nnx.Module, coding: Coding | None, key: str) -> nnx.Module:
+    """Quantizes all matrices of a block.  key: the setting that asks for it."""
+    if coding is not None:
         for path, module, name in [*matrices_of(block)]:
-            setattr(module, name, Coded(getattr(module, name), kind, name in module.row_parallel, path))
+            setattr(module, name, Coded(getattr(module, name), coding, name in module.row_parallel, path, key))
     return block

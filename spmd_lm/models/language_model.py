@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.active_rules import axis_rules, num_shards, partition_spec
 from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
 from spmd_lm.batch import Batch
-from spmd_lm.config.adapters import Base
 from spmd_lm.config.expert_products import BUFFERS
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
@@ -31,6 +30,7 @@ from spmd_lm.models.adapters import (
     fake_quantize,
     matrices_of,
     require_used,
+    show_inputs,
 )
 from spmd_lm.models.context import AttentionCore, BlockContext, LossDict, sum_losses
 from spmd_lm.models.heads import Head, nonzero_totals
@@ -42,6 +42,7 @@ from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.few_bits import Coding
 from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.sharding_types import checked, is_explicit
 from spmd_lm.period import BlockFn, Period, sum_by_name
@@ -55,6 +56,10 @@ KVCaches = tuple[Any, Any]
 
 def _identity(params: Params) -> Params:
     return params
+
+
+def _unchanged(f: Callable, **_: Any) -> Callable:
+    return f
 
 
 def _named_input(block: BlockFn) -> BlockFn:
@@ -97,9 +102,9 @@ class LanguageModel:
     whether layers run in a scan.
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
-    of its blocks' matrices.  base: how these matrices are stored.  fake_quant: how they are rounded when they
-    multiply.  expert_products: formulations of the experts'
-    products, one for each layer of a period; buffers for all if empty, and in generation."""
+    of its blocks' matrices.  base: how these matrices are quantized, if they are.  fake_quant: how they are rounded
+    when they multiply.  expert_products: formulations of the experts' products, one for each layer of a period; buffers
+    for all if empty, and in generation."""
 
     c: Model
     objective: Objective
@@ -111,7 +116,7 @@ class LanguageModel:
     collective_matmul: tuple[str, ...] = ()
     modules: ModelModules = ModelModules()  # noqa: RUF009 - frozen
     adapters: Adapters = ()
-    base: Base = "none"
+    base: Coding | None = None
     fake_quant: FakeQuantKind = "none"
     expert_products: tuple[str, ...] = ()
     attention_block: int = AttentionSpec.block
@@ -181,7 +186,8 @@ class LanguageModel:
 
     def _make_block(self, init: ParamInit) -> nnx.Module:
         block = fake_quantize(self.modules.block(init), self.fake_quant)
-        return code_matrices(add_adapters(block, self.adapters, init), self.base)
+        how = "adapter.base" if self.adapters else "precision.quantized"
+        return code_matrices(add_adapters(block, self.adapters, init), self.base, how)
 
     @functools.cached_property
     def matrices(self) -> dict[str, bool]:
@@ -261,10 +267,16 @@ class LanguageModel:
 
     @jax.named_scope("blocks")
     def block(
-        self, params: Params, x: jax.Array, microbatch: ModelInput, index: jax.Array | int, place: int = 0
+        self,
+        params: Params,
+        x: jax.Array,
+        microbatch: ModelInput,
+        index: jax.Array | int,
+        place: int = 0,
+        show: Callable[[str, jax.Array], None] | None = None,
     ) -> tuple[jax.Array, LossDict]:
         """Runs one layer, given its parameters, the index of its period, and its place there: (x, auxiliary losses).
-        Tokens attend within their row."""
+        Tokens attend within their row.  show: called with the path of each matrix and the inputs that it multiplies."""
         batch, key, row_weight = microbatch
         layer = index * self.period.layers + place if self.period.keys else index
         key = None if key is None else key.at_layer(layer)
@@ -279,11 +291,14 @@ class LanguageModel:
 
         training, weight = row_weight is not None, 1.0 if row_weight is None else row_weight
         product = self.expert_products[place] if self.expert_products else BUFFERS
-        how = self._linears(), self._checkpoint, batch, weight, training, layer, product
+        checkpoint = _unchanged if show else self._checkpoint  # what is shown must not be of a trace within this one
+        how = self._linears(), checkpoint, batch, weight, training, layer, product
         context = BlockContext(make_attention, key, *how)
         block = nnx.merge(self._of_any_layout._block_graphs[place], params)
+        if show:
+            show_inputs(block, show)
         result = block(x, context)
-        if self.modules.own_block and (self.adapters or self.fake_quant != "none"):
+        if self.modules.own_block and (self.adapters or self.fake_quant != "none" or show):
             require_used(block)
         return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 
@@ -505,7 +520,7 @@ def _of_any_layout(
     dtype: str,
     modules: ModelModules,
     adapters: Adapters,
-    base: Base,
+    base: Coding | None,
     fake_quant: FakeQuantKind,
     x64: bool,
 ) -> LanguageModel:

@@ -1,6 +1,7 @@
 """The parameters and layers that every block is built from."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -114,7 +115,28 @@ class ScaledMatrix:
         return y if transpose else y * broadcast_over_tokens(self.scale, y)
 
 
-Weights = Matrix | CodedMatrix | FakeQuantMatrix | LowRankSum | ScaledMatrix
+@dataclasses.dataclass(frozen=True)
+class ObservedMatrix:
+    """A matrix that shows the inputs that it multiplies."""
+
+    matrix: "Weights"
+    show: Callable[[jax.Array], None]
+
+    @property
+    def entries(self) -> jax.Array:
+        return self.matrix.entries
+
+    def select(self, columns: Columns) -> "ObservedMatrix":
+        """The matrix of some of its columns."""
+        return ObservedMatrix(self.matrix.select(columns), self.show)
+
+    def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
+        """See Matrix.multiply."""
+        self.show(x)
+        return self.matrix.multiply(x, transpose=transpose)
+
+
+Weights = Matrix | CodedMatrix | FakeQuantMatrix | LowRankSum | ScaledMatrix | ObservedMatrix
 """Matrices that multiply."""
 
 
@@ -174,6 +196,8 @@ class HasMatrices(nnx.Module):
     """How the matrices are rounded when they multiply."""
     used: tuple[str, ...] = ()
     """Names of the matrices that `matrix` has returned."""
+    show: Callable[[str, jax.Array], None] | None = None
+    """Called with a matrix's name and each of its inputs."""
 
     def matrix(self, name: str, context: Any = None) -> Weights:
         """The matrix `name`, made of its stored arrays, with its adapter.  context: the block's BlockContext; a
@@ -183,6 +207,8 @@ class HasMatrices(nnx.Module):
         if self.fake_quant != "none":
             return FakeQuantMatrix(stored[...], FakeQuant(self.fake_quant, name in self.row_parallel))
         matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
+        if self.show:
+            return ObservedMatrix(matrix, functools.partial(self.show, name))
         if adapter is None:
             return matrix
         if context is None:

@@ -20,9 +20,37 @@ from spmd_lm.ops.compiler_workarounds import run_again
 from spmd_lm.ops.dense import Columns, dense
 from spmd_lm.ops.norm import upcast
 
-Coding = Literal["int8", "nf4", "nf4-double"]
-BLOCK_SIZE = 64  # inputs per scale
+BLOCK_SIZE = 64  # inputs per scale, unless a coding says otherwise
 NESTED_SIZE = 256  # scales per nested scale
+LARGEST_CODE = {"int8": 127, "int4": 7, "int3": 3}
+OFFSET = 8  # added to the codes of int4 and int3, of which a byte holds two
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding:
+    """How matrices are quantized: int8, int4 and int3 to multiples of a scale, symmetrically; nf4 to NF4 times a scale.
+    group: inputs of an output that share a scale; None for all of them.
+    double: whether scales are quantized too, in nf4."""
+
+    bits: Literal["int8", "int4", "int3", "nf4"]
+    group: int | None = None
+    double: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.bits + "-double" * self.double
+
+    @property
+    def packs(self) -> bool:
+        """True if a byte holds the codes of two inputs, the first one in its high half."""
+        return self.bits != "int8"
+
+    @property
+    def whole(self) -> int:
+        """Inputs that a shard must not divide."""
+        return self.group or (2 if self.packs else 1)
+
+
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -92,19 +120,33 @@ def _join(x: Array, dim: int) -> Array:
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
-def encode(kind: Coding, w: Array, transposed: bool) -> dict[str, Array]:
-    """Quantizes w [..., width, other] to arrays by name: codes, absmax and, if nf4-double, nested_absmax and offset."""
+def encode(coding: Coding, w: Array, transposed: bool) -> dict[str, Array]:
+    """Quantizes w [..., width, other] to arrays by name: codes, absmax and, if scales are quantized too, nested_absmax
+    and offset."""
     w, dim = w.astype(jnp.float32), w.ndim - (1 if transposed else 2)
-    if kind == "int8":
-        absmax = jnp.abs(w).max(dim)
-        codes = jnp.round(w * jnp.expand_dims(127 * _inverse(absmax), dim))
-        return {"codes": codes.astype(jnp.int8), "absmax": absmax}
-    blocks = _split(w, dim, BLOCK_SIZE)
+    blocks = _split(w, dim, coding.group or w.shape[dim])
     absmax = jnp.abs(blocks).max(dim + 1)
-    codes = _join(_nearest(blocks * jnp.expand_dims(_inverse(absmax), dim + 1), NF4), dim)
-    first, second = (lax.index_in_dim(_split(codes, dim, 2), i, dim + 1, keepdims=False) for i in (0, 1))
-    packed = {"codes": first << 4 | second}
-    return packed | ({"absmax": absmax} if kind == "nf4" else _encode_scales(absmax, transposed))
+    if coding.bits == "nf4":
+        codes = _nearest(blocks * jnp.expand_dims(_inverse(absmax), dim + 1), NF4)
+    else:
+        codes = jnp.round(blocks * jnp.expand_dims(LARGEST_CODE[coding.bits] * _inverse(absmax), dim + 1))
+    return store(coding, _join(codes, dim), absmax, transposed)
+
+
+def store(coding: Coding, codes: Array, absmax: Array, transposed: bool) -> dict[str, Array]:
+    """The arrays of `encode`, of these codes.
+    codes: [..., width, other], multiples of scales, or indices in NF4.
+    absmax: the same with one entry for each group of inputs, float32."""
+    dim = codes.ndim - (1 if transposed else 2)
+    if coding.packs:
+        codes = _split((codes if coding.bits == "nf4" else codes + OFFSET).astype(jnp.uint8), dim, 2)
+        first, second = (lax.index_in_dim(codes, i, dim + 1, keepdims=False) for i in (0, 1))
+        codes = first << 4 | second
+    else:
+        codes = codes.astype(jnp.int8)
+    if coding.group is None:
+        absmax = jnp.squeeze(absmax, dim)
+    return {"codes": codes} | (_encode_scales(absmax, transposed) if coding.double else {"absmax": absmax})
 
 
 def _encode_scales(absmax: Array, transposed: bool) -> dict[str, Array]:
@@ -128,9 +170,6 @@ def _mean(x: Array) -> Array:
     digits = scaled >> 12, scaled >> 6 & 63, scaled & 63
     high, middle, low = (each.sum(-1).astype(jnp.float32) for each in digits)
     return (high * 4096 + (middle * 64 + low)) * (most / 2**18 / x.shape[-1])
-
-
-LARGEST_CODE = {"int8": 127, "int4": 7}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -199,7 +238,7 @@ class CodedMatrix:
     name: the dimension other than `width`.  transposed: whether it is multiplied transposed."""
 
     stored: dict[str, Array]
-    kind: Coding = dataclasses.field(metadata={"static": True})
+    coding: Coding = dataclasses.field(metadata={"static": True})
     name: str = dataclasses.field(metadata={"static": True})
     transposed: bool = dataclasses.field(metadata={"static": True})
     columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
@@ -211,20 +250,33 @@ class CodedMatrix:
     @property
     def entries(self) -> Array:
         """The decoded matrix, float32."""
-        codes, dim = self.stored["codes"], 1 if self.transposed else 0
-        if self.kind == "int8":
-            w = codes.astype(jnp.float32) * jnp.expand_dims(self.stored["absmax"] / 127, dim)
+        dim, scales = self._dim, self.scales
+        if self.coding.bits == "nf4":
+            values = _look_up(self.codes, NF4)
         else:
-            each = _look_up(_join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim), NF4)
-            w = _join(_split(each, dim, BLOCK_SIZE) * jnp.expand_dims(self._scales, dim + 1), dim)
+            values, scales = self.codes.astype(jnp.float32), scales / LARGEST_CODE[self.coding.bits]
+        w = _join(_split(values, dim, self.coding.group or values.shape[dim]) * jnp.expand_dims(scales, dim + 1), dim)
         return w if self.columns is None else self.columns(w)
 
     @property
-    def _scales(self) -> Array:
-        """Scales of the blocks, float32."""
+    def codes(self) -> Array:
+        """[width, other]: multiples of scales, int8; or indices in NF4, uint8."""
+        codes = self.stored["codes"]
+        if self.coding.packs:
+            codes = _join(jnp.stack([codes >> 4, codes & 15], self._dim + 1), self._dim)
+        return codes.astype(jnp.int8) - OFFSET if self.coding.bits in ("int4", "int3") else codes
+
+    @property
+    def _dim(self) -> int:
+        """The dimension of the inputs."""
+        return 1 if self.transposed else 0
+
+    @property
+    def scales(self) -> Array:
+        """The largest magnitude of each group, float32: [groups, other], or [width, groups] if transposed."""
         absmax = self.stored["absmax"]
-        if self.kind == "nf4":
-            return absmax
+        if not self.coding.double:
+            return absmax if self.coding.group else jnp.expand_dims(absmax, self._dim)
         width, other = jnp.arange(absmax.shape[0]), global_indices(self.name, absmax.shape[1])
         if self.transposed:
             count = width[:, None] * absmax.shape[1] * num_shards(self.name) + other

@@ -310,6 +310,8 @@ def summary(description: dict[str, Any]) -> str:
     compute = d["precision"]["compute"]
     if d["precision"]["fake_quant"] != "none":
         compute += f", matrices rounded to {d['precision']['fake_quant']}"
+    if d["precision"]["quantized"] != "none":
+        compute += f", matrices in {d['precision']['quantized']}"
     if d["precision"]["loss_scale"] == "dynamic":
         compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"
     compute += ", deterministic" if d["deterministic"] else ""

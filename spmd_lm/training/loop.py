@@ -19,7 +19,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
 from spmd_lm.data.tokenizers.tokenizer import hash_of_vocabulary
-from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, Exit, OutputError
 from spmd_lm.evaluation.tasks.task import EvalTask
 from spmd_lm.evaluation.zero_shot import make_tasks, naming
 from spmd_lm.files import write_atomically
@@ -87,6 +87,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             # The run to initialize from and the data may reject the config, before any file is written.
             init_from = config.run.init_from if run_dir.saved_step is None else None
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
+            if config.precision.quantized != "none" and run_dir.saved_step is None and not pretrained:
+                problem = f"{config.precision.few_bits}: {run_dir.path} would begin with codes of random matrices"
+                raise ConfigError(f"{problem}. Train it first, then quantize it: spmd-lm quantize.")
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             tasks = open_tasks(config, corpus)
             state = initial_state(run_dir, program, pretrained, progress)

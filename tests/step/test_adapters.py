@@ -183,7 +183,10 @@ def test_the_first_of_several_patterns_counts():
         ({"targets": "q_proj"}, "adapter.targets: q_proj matches no matrix"),  # a pattern of a whole name
         ({"targets": r".*\.0\.attn\.c_attn"}, "attention.key is another in layers 1 than in layer 0"),
         ({"modules_to_save": ["lm_head"]}, "lm_head is the token table of the embedding (model.tie_embeddings=true)"),
-        ({"base": "nf4"}, "adapter.base=nf4: attention.key has 32 inputs, which blocks of 64 do not divide."),
+        (
+            {"base": "nf4"},
+            "adapter.base=nf4: attention.key has 32 inputs, which groups of 64 do not divide. Use adapter.base=int8 or",
+        ),
         ({"modules_to_save": ["hed"]}, "adapter.modules_to_save: hed is no part of this model. Did you mean head?"),
         ({"modules_to_save": ["poolr"]}, "poolr is no part of this model. Names are like"),  # of which it has none
         ({"modules_to_save": ["blocks.mlp"]}, "blocks.mlp trains mlp.down itself, which has an adapter too."),
