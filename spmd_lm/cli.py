@@ -23,6 +23,7 @@ from spmd_lm.commands import (
     plan,
     preflight,
     prepare,
+    quantize,
     replay,
     report,
     supervise,
@@ -104,6 +105,9 @@ VERBS = {
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "merge": Verb(
         "merges a run's adapters into its base, as a new run", merge.run, merge.add_options, ("RUN_DIR", "OUT")
+    ),
+    "quantize": Verb(
+        "stores a run's matrices in few bits, as a new run", quantize.run, quantize.add_options, ("RUN_DIR", "OUT")
     ),
     "config": Verb("prints the resolved YAML", config.run),
 }

@@ -25,6 +25,7 @@ LAYERS = (
     {"evaluation", "reports"},
     {"training"},
     {"huggingface"},
+    {"quantization"},
     {"sweeps"},
     {"api"},
     {"commands"},
