@@ -30,9 +30,8 @@ def write_start(program: Program, state: TrainState, directory: Path) -> None:
     leaves = leaves_by_path(program.canonical(state).params)
     architecture, hf_config = build_config(program.config.model, program.config.objective)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    values = (gather_tensor(tensor, leaves, program) for tensor in tensors)
-    write_tensors(directory, shapes, np.dtype(np.float32), values, ONE_FILE)
+    shapes = {tensor.name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for tensor in tensors}
+    write_tensors(directory, shapes, (gather_tensor(tensor, leaves, program) for tensor in tensors), ONE_FILE)
     write_json(directory / "config.json", hf_config)
     batch = random_batch(program)
     np.save(directory / "tokens.npy", batch.tokens)

@@ -362,9 +362,8 @@ def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = Fa
     trained = {path: gather_param(x) for path, x in leaves_by_path(params).items()}
     tensors, settings = names.write(trained)
     with atomic_directory(target) as directory:
-        shapes = {name: value.shape for name, value in tensors.items()}
-        values = (cast(name, value, dtype) for name, value in tensors.items())
-        write_tensors(directory, shapes, np.dtype(dtype), values, sys.maxsize, ADAPTER_FILE)
+        written = {name: cast(name, value, dtype) for name, value in tensors.items()}
+        write_tensors(directory, written, iter(written.values()), sys.maxsize, ADAPTER_FILE)
         write_json(directory / ADAPTER_CONFIG, settings | {"base_model_name_or_path": _hub_name(bases)})
         tokenizer_dir = config.run.directory / TOKENIZER_DIR
         copied = tokenizer_files(tokenizer_dir)

@@ -9,14 +9,17 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import MAX_MODEL_FILE, open_regular, parse_json, read_bytes, require_inside, safetensors_header
-from spmd_lm.huggingface.architectures import Index, Shape
+from spmd_lm.huggingface.architectures import Index
 from spmd_lm.runtime.formatting import abbreviate
+
+if TYPE_CHECKING:
+    import jax
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -24,6 +27,8 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 # Supported dtypes of weights: numpy's name to safetensors'.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPES = FLOAT_DTYPES | {"uint8": "U8", "int32": "I32", "int64": "I64"}
+"""The same of all that is written."""
 
 MAX_HEADER_BYTES = 2**24  # 100,000 tensors take 10 MB
 
@@ -156,23 +161,23 @@ def _first_line(error: Exception) -> str:
 
 def write_tensors(
     directory: Path,
-    shapes: Mapping[str, Shape],
-    dtype: np.dtype,
+    tensors: "Mapping[str, np.ndarray | jax.ShapeDtypeStruct]",
     values: Iterator[np.ndarray],
     max_shard_bytes: int,
     single_file: str = SINGLE_FILE,
 ) -> list[Path]:
     """Writes `single_file`, or an index and shards of at most `max_shard_bytes` or one larger tensor; returns paths.
-    values: in the order of `shapes`, one in memory at a time."""
+    tensors: of which only shapes and dtypes are read.  values: in their order, one in memory at a time."""
     headers: list[dict[str, Any]] = [{}]
     end = total_size = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         if headers[-1] and end + size > max_shard_bytes:
             headers.append({})
             end = 0
         offsets = [end, end + size]
-        headers[-1][name] = {"dtype": FLOAT_DTYPES[dtype.name], "shape": list(shape), "data_offsets": offsets}
+        dtype = DTYPES[tensor.dtype.name]
+        headers[-1][name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         end += size
         total_size += size
     n = len(headers)
@@ -192,7 +197,7 @@ def _write_file(path: Path, header: dict[str, Any], values: Iterator[np.ndarray]
         file.write(safetensors_header(metadata | header))
         for name, entry in header.items():
             value = next(values)
-            stored = [FLOAT_DTYPES[value.dtype.name], [*value.shape]]
+            stored = [DTYPES[value.dtype.name], [*value.shape]]
             assert stored == [entry["dtype"], entry["shape"]], (name, entry, stored)
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.flush()

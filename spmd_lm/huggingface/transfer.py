@@ -4,7 +4,9 @@ checkpoint to a Hugging Face directory.
 The host never holds a second copy of the model.  Import reads only the slices of a tensor that the layout's devices
 hold, one at a time; export gathers one tensor at a time."""
 
+import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_lm.adapters import coding_of
 from spmd_lm.checkpoints.new_run import write_new_run
 from spmd_lm.checkpoints.restored import restore_run
+from spmd_lm.config.adapters import CODED
 from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
@@ -31,9 +35,10 @@ from spmd_lm.huggingface.architectures import (
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_files
 from spmd_lm.huggingface.hub import HubModel
+from spmd_lm.huggingface.quantized import abstract, encode, matrix_shape, quantization_config
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
-from spmd_lm.ops.few_bits import FakeQuant
+from spmd_lm.ops.few_bits import CodedMatrix, FakeQuant
 from spmd_lm.parallel.array_parts import local_bounds
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
@@ -220,32 +225,37 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
 def export_hf(
     config: RunConfig, target: Path, dtype: str, max_shard_bytes: int, fallback: bool = False
 ) -> dict[str, Any]:
-    """Creates `target`, with a run's newest parameters in `dtype`, rounded as precision.fake_quant says.
+    """Creates `target`, with a run's newest parameters in `dtype`, rounded as precision.fake_quant says; matrices that
+    precision.quantized has made codes stay codes.
     fallback: as for `restore_run`.  Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging
-    Face architecture matches the model; CheckpointError if there is no checkpoint, or one of another model."""
+    Face architecture matches the model, or no format its codes; CheckpointError if there is no checkpoint, or one of
+    another model."""
     require_single_process("export")
     require_absent_or_empty(target)
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
     imported = os.path.lexists(tokenizer_dir / CONFIG_JSON)
     source = read_json(tokenizer_dir / CONFIG_JSON) if imported else {}
     architecture, hf_config = build_config(config.model, config.objective, str(source.get("model_type")))
+    coding = coding_of(config.adapter, config.precision)
+    of_codes = {"quantization_config": quantization_config(coding, architecture, dtype)} if coding else {}
     program, params, step = restore_run(config, fallback)
     leaves = leaves_by_path(params)
-    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()}, config.model.heads)
+    uncoded = leaves_by_path(dataclasses.replace(program.model, base=None).shapes)
+    tensors = architecture.tensors({path: leaf.shape for path, leaf in uncoded.items()}, config.model.heads)
     hf_config = restore_keys(hf_config, source, config, step)
-    hf_config |= dict.fromkeys(DTYPE_KEYS & source.keys() or {"torch_dtype"}, dtype)
+    hf_config |= dict.fromkeys(DTYPE_KEYS & source.keys() or {"torch_dtype"}, dtype) | of_codes
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
-        shapes = {tensor.name: tensor.shape for tensor in tensors}
-        values = (cast(tensor.name, gather_tensor(tensor, leaves, program), dtype) for tensor in tensors)
-        written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
+        shapes = {name: each for tensor in tensors for name, each in _abstract(tensor, leaves, program, dtype).items()}
+        values = (value for tensor in tensors for value in _values(tensor, leaves, program, dtype))
+        written = write_tensors(directory, shapes, values, max_shard_bytes)
         write_json(directory / CONFIG_JSON, hf_config)
         copy_files(tokenizer_dir, copied, directory)
     return {
         "directory": str(target),
         "architecture": architecture.model_type,
         "step": step,
-        "parameters": sum(leaf.size for leaf in leaves.values()),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "files": [*(path.name for path in written), *copied],
         "dtype": dtype,
         "left_out": [*(f"{CONFIG_JSON}: {key}" for key in sorted(source.keys() - hf_config.keys())), STATE],
@@ -262,19 +272,46 @@ def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
+def _abstract(
+    tensor: HFTensor, params: Mapping[str, jax.Array], program: Program, dtype: str
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is written of a tensor: itself, or what stores its codes."""
+    param, coding = tensor.parts[0].param, program.model.base
+    if param in params or coding is None:
+        return {tensor.name: jax.ShapeDtypeStruct(tensor.shape, dtype)}
+    shape = matrix_shape(tensor, program.model.matrices[path_in_block(param)])
+    return abstract(tensor.name, shape, coding, dtype)
+
+
+def _values(tensor: HFTensor, params: Mapping[str, jax.Array], program: Program, dtype: str) -> list[np.ndarray]:
+    """The values of `_abstract`."""
+    if tensor.parts[0].param in params:
+        return [cast(tensor.name, gather_tensor(tensor, params, program), dtype)]
+    return encode(tensor, [gather_codes(part, params, program) for part in tensor.parts], dtype)
+
+
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array], program: Program) -> np.ndarray:
     """A tensor on the host, concatenated from parameters, as they multiply."""
-    return tensor.join(
-        _as_multiplied(part.param, gather_param(params[part.param], part.at), program) for part in tensor.parts
-    )
+    return tensor.join(_as_multiplied(part, params, program) for part in tensor.parts)
 
 
-def _as_multiplied(path: str, value: np.ndarray, program: Program) -> np.ndarray:
-    """A parameter, rounded as a step rounds it if precision.fake_quant says so."""
+def gather_codes(part: TensorPart, params: Mapping[str, jax.Array], program: Program) -> CodedMatrix:
+    """A quantized matrix, from one device's arrays."""
+    paths = {key: f"{part.param}.{key}" for key in CODED}
+    stored = {key: jnp.asarray(gather_param(params[path], part.at)) for key, path in paths.items() if path in params}
+    assert program.model.base, part
+    return CodedMatrix(stored, program.model.base, "", program.model.matrices[path_in_block(part.param)])
+
+
+def _as_multiplied(part: TensorPart, params: Mapping[str, jax.Array], program: Program) -> np.ndarray:
+    """A parameter, decoded if it is codes, and rounded as a step rounds it if precision.fake_quant says so."""
+    if part.param not in params:
+        return np.asarray(gather_codes(part, params, program).entries)
+    value = gather_param(params[part.param], part.at)
     kind, precision = program.model.fake_quant, program.config.precision
-    if kind == "none" or not path.startswith("blocks."):
+    if kind == "none" or not part.param.startswith("blocks."):
         return value
-    transposed = program.model.matrices.get(path_in_block(path))
+    transposed = program.model.matrices.get(path_in_block(part.param))
     if transposed is None:
         return value
     rounded = FakeQuant(kind, transposed)(jnp.asarray(value.astype(precision.compute)))

@@ -95,6 +95,5 @@ def make_tensors(hf_config: dict = HF_CONFIG, dtype=np.float32) -> dict[str, np.
 def make_directory(path: Path, tensors: dict[str, np.ndarray], hf_config: dict = HF_CONFIG, most: int = 10**9) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf_config))
-    (dtype,) = {x.dtype for x in tensors.values()}
-    write_tensors(path, {name: x.shape for name, x in tensors.items()}, dtype, iter(tensors.values()), most)
+    write_tensors(path, tensors, iter(tensors.values()), most)
     return path

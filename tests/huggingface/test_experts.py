@@ -79,7 +79,8 @@ def test_files_must_have_the_experts(tmp_path):
     """A number of experts in config.json alone allocates nothing."""
     hf_config = theirs("MixtralForCausalLM", num_local_experts=10**6)
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    write_tensors(tmp_path, {f"{i}": (1,) for i in range(2)}, np.dtype("float32"), iter([np.ones(1, "f4")] * 2), 10**9)
+    tensors = {f"{i}": np.ones(1, "f4") for i in range(2)}
+    write_tensors(tmp_path, tensors, iter(tensors.values()), 10**9)
     assert len(SafetensorsReader(tmp_path).tensors) == 2
     with pytest.raises(ConfigError, match="has 1000000 experts, but the files have 2 tensors"):
         open_directory(tmp_path)
