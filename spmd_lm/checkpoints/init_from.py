@@ -68,8 +68,8 @@ class PretrainedRun:
         codes = [(each.get("quantized", "none"), each.get("quantized_group")) for each in (saved["precision"], own)]
         if codes[0] != codes[1]:
             theirs, ours = (f"precision.quantized={bits} in groups of {group}" for bits, group in codes)
-            problem = f"run.init_from={self.directory} has {theirs}, and this run {ours}: codes mean nothing else"
-            raise CheckpointError(f"{problem}. Use the run that was quantized.")
+            problem = f"run.init_from={self.directory} has {theirs}, and this run {ours}"
+            raise CheckpointError(f"{problem}: no codes can be read as others. Use the run that was quantized.")
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
         self.rounded = saved["precision"].get("fake_quant", "none")  # how it was trained
