@@ -5,6 +5,7 @@ the number of devices cannot change a mask.  The bits are integers compared with
 between float32 and float64 modes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,11 @@ def threefry(key: KeyWords, x0: Array, x1: Array) -> KeyWords:
     """Threefry-2x32 of uint32, 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
     if as_one_operation.value:
         return tuple(random_bits_p.bind(*key, x0, x1))
+    return _rounds(key, x0, x1)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for all calls of the same shapes, of which a block has several
+def _rounds(key: KeyWords, x0: Array, x1: Array) -> KeyWords:
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):
