@@ -1,6 +1,6 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
 # make test         the suite, without its longest tests: 9 to 15 minutes on 2 cores, installation included
-# make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
+# make test-slice   a part of the slow tests, but those of make soak: SLICE=3/20 is the fourth twentieth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 270 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
@@ -22,7 +22,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 EXTRAS ?= dev
-SLICE ?= 0/10
+SLICE ?= 0/20
 RUNS ?= 3
 SEED ?= 0
 PART ?= 0/1
@@ -53,7 +53,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not gpu and not browser" $(TESTS)
 
 test-slice: $(VENV)/.dev
-	$(PYTEST) -m "slow and not gpu and not slurm" --slice $(SLICE)
+	$(PYTEST) -m "slow and not gpu and not slurm" --slice $(SLICE) --ignore tests/reliability/test_soak.py
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu and not slurm" || test $$? = 5  # 5: no test is slow

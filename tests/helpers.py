@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -74,6 +76,13 @@ LAYOUTS = {
     "data4-zero3-once": {"data": 4, "zero": 3, "reduce_once": True},
     "data4-zero2-once": {"data": 4, "zero": 2, "reduce_once": True},
 }
+
+
+def diagonals(rows: Iterable[str], columns: Iterable[str], every: int) -> Iterator[tuple[str, str]]:
+    """One pair of a product in `every`: each row meets a share of the columns, and each column of the rows."""
+    for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
+        if (i - j) % every == 0:
+            yield row, column
 
 
 def run_of(layout: str, microbatches: int = 1, form: str = "scan", remat: str = "none", **sections: dict) -> RunConfig:

@@ -45,14 +45,15 @@ def exported(tmp_path, *how) -> RunConfig:
     return config
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("reader", "how"),
     [
         ("bitsandbytes", (LLAMA, "nf4", 64)),
-        pytest.param("bitsandbytes", (GPT2, "nf4", 64), marks=SLOW),
-        pytest.param("compressed_tensors", (LLAMA, "int8", None), marks=SLOW),
-        pytest.param("compressed_tensors", (LLAMA, "int4", 64), marks=SLOW),
-        pytest.param("compressed_tensors", (NEOX, "int8", 16), marks=SLOW),
+        ("bitsandbytes", (GPT2, "nf4", 64)),
+        ("compressed_tensors", (LLAMA, "int8", None)),
+        ("compressed_tensors", (LLAMA, "int4", 64)),
+        ("compressed_tensors", (NEOX, "int8", 16)),
     ],
     ids=name_of,
 )

@@ -147,6 +147,7 @@ def test_a_block_of_one_s_own_asks_for_its_matrices(tmp_path, changed, problem):
         jax.eval_shape(p.forward, p.abstract_state().params, p.abstract_batch())
 
 
+@SLOW
 def test_files_have_the_matrices_of_a_step(tmp_path):
     """In bfloat16: they are rounded after the cast, to which near ties are sensitive."""
     config = config_of("int4", {"data": 8}, model=LLAMA, precision={"params": "float32", "compute": "bfloat16"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import assert_states_close, make_config, trained
+from tests.helpers import assert_states_close, diagonals, make_config, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 
@@ -32,8 +32,7 @@ LAYOUTS = {
 REMAT = {"hybrid": "full", "tensor": "residual", "sequence": "selective", "1f1b": "full"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), [*diagonals(FAMILIES, LAYOUTS, 2)])
 def test_every_layout_computes_the_same(family, layout):
     """Eight heads share two key/value heads, so that devices share them where `model` is more than 2."""
     layers = 6 if family == "gemma3" else 4
