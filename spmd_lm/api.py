@@ -238,7 +238,7 @@ def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[lis
 
 def make_model(config: RunConfig) -> "LanguageModel":
     """The model of a configuration, for the user's own training loop: see docs/own-loop.md.  Raises ConfigError for one
-    with adapters or codes."""
+    with adapters, codes or matmuls in eight bits."""
     import jax
 
     if config.adapter.kind != "none":
@@ -249,6 +249,11 @@ def make_model(config: RunConfig) -> "LanguageModel":
     if config.precision.quantized != "none":
         problem = f"precision.quantized={config.precision.quantized}: a loop of one's own cannot train codes"
         raise ConfigError(f"{problem}. Use precision.quantized=none.")
+    if config.precision.matmul != "none":
+        problem = (
+            f"precision.matmul={config.precision.matmul}: a scale is of one device's shard, and a loop of one's own"
+        )
+        raise ConfigError(f"{problem} has global arrays. Use precision.matmul=none.")
     set_up_devices(config)
     from spmd_lm.resolve import enable_float64, make_model
 

@@ -92,11 +92,13 @@ def abstract_plan(
     host: int | None = None,
 ) -> Plan:
     """The plan of `config` on devices that need not exist; its mesh is abstract.  Switches float64 on, for the whole
-    process, if the config asks for it.  Raises LayoutError if there is no plan.
+    process, if the config asks for it.  Raises LayoutError if there is no plan, and ConfigError where
+    `require_eight_bits` does.
 
     kind: jax's device_kind, on which some defaults depend.
     modules: as for `make_model`.
     host: devices per host; default that of most hosts with this kind, and two hosts of simulated devices."""
+    require_eight_bits(config, platform, kind)
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
     model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
@@ -140,6 +142,28 @@ def abstract_plan(
     if (memory := config.optim.offload) != "none" and not offloaded_parameters(plan):
         raise ConfigError(f"optim.offload={memory}: no matrix is trained, and vectors stay. Use optim.offload=none.")
     return plan
+
+
+RATES = {"fp8": "float8", "int8": "int8"}
+"""Names of the peaks of hardware.yaml by precision.matmul."""
+
+
+def require_eight_bits(config: RunConfig, platform: str, kind: str) -> None:
+    """Raises ConfigError if precision.matmul asks for matmuls that devices of this kind do not have, and are not to
+    emulate."""
+    p = config.precision
+    if p.matmul == "none" or p.emulate:
+        return
+    chosen, ways = f"precision.matmul={p.matmul}", "precision.matmul=none, or precision.emulate=true to run it anyway"
+    if platform == "cpu":
+        raise ConfigError(f"{chosen}: a CPU has no such matmuls. Use {ways}.")
+    hardware, rate = find_hardware(kind), RATES[p.matmul]
+    if hardware is None:
+        raise ConfigError(f"{chosen}: nothing is known of matmuls of {kind}. Use {ways}.")
+    if rate not in hardware.peaks:
+        other = next((name for name, each in RATES.items() if each in hardware.peaks), None)
+        instead = f"precision.matmul={other}, or " if other else ""
+        raise ConfigError(f"{chosen}: {kind} has no matmuls of {rate}. Use {instead}{ways}.")
 
 
 def _scatter_codec(codes: str, platform: str) -> Codec | None:

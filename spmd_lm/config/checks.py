@@ -217,6 +217,22 @@ def rounded_matrices_are_dense(precision: Precision, adapter: Adapter | NoAdapte
         yield use(f"{chosen} model.mlp.kind=moe: stacks of experts, most of the model, are not rounded", none)
 
 
+def eight_bits_are_of_dense_matrices(precision: Precision, adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    chosen, none = f"{precision.matmul=!s}", "precision.matmul=none"
+    if precision.matmul == "none":
+        if precision.emulate:
+            yield use(f"precision.emulate=true has no effect with {none}", "precision.emulate=false")
+        return
+    if few := precision.few_bits:
+        yield use(f"{chosen} with {few}: matrices are rounded already", none, few.partition("=")[0] + "=none")
+    if adapter.kind != "none":
+        problem = f"{chosen} with {adapter.kind=!s}: what an adapter adds would not be in eight bits"
+        yield use(problem, none, "adapter.kind=none")
+    if model.mixtures:
+        problem = f"{chosen} with model.mlp.kind=moe: stacks of experts, most of the model, would not be in eight bits"
+        yield use(problem, none)
+
+
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
     """Checks tokenizers without a file; a vocabulary file is checked when it is read."""
     least, more = 256, ""
@@ -482,6 +498,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     experts_are_not_quantized,
     codes_are_of_dense_matrices,
     rounded_matrices_are_dense,
+    eight_bits_are_of_dense_matrices,
     frozen_parameters_have_their_dtype,
     offload_keys_have_an_effect,
     settings_have_an_effect,

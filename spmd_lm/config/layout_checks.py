@@ -297,6 +297,12 @@ def whole_groups_are_rounded(precision: Precision, parallel: Parallel) -> Proble
         )
 
 
+def scales_are_of_shards(precision: Precision, parallel: Parallel) -> Problems:
+    if precision.matmul != "none" and parallel.partitioner == "types":
+        reason = "types cannot tell that a scale is of one device's shard"
+        yield use(f"{parallel.partitioner=!s} with {precision.matmul=!s}: {reason}", "parallel.partitioner=auto")
+
+
 def products_have_parts(
     model: Model, parallel: Parallel, adapter: Adapter | NoAdapter, precision: Precision
 ) -> Problems:
@@ -433,6 +439,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     secondary_copies_are_gathered_again,
     adapters_are_manual,
     whole_groups_are_rounded,
+    scales_are_of_shards,
     prefetch_has_layers_to_gather,
     products_have_parts,
     remat_blocks_divide_chunk,

@@ -52,6 +52,8 @@ def choose_partitioner(config: RunConfig, platform: str, overlaps: bool, own: bo
         return PartitionerChoice("manual", f"adapter.kind={config.adapter.kind} is written out")
     if config.precision.few_bits:
         return PartitionerChoice("manual", "groups of rounded inputs are on one device, which types cannot describe")
+    if config.precision.matmul != "none":
+        return PartitionerChoice("manual", "a scale of eight bits is of one device's shard")
     layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}
     row = next((row for row in table() if layout.items() <= row.items()), None)
     if row is None:

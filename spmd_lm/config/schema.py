@@ -30,6 +30,7 @@ from spmd_lm.config.types import (
     Dtype,
     FakeQuantKind,
     Fraction,
+    MatmulKind,
     OwnModule,
     ValidPath,
     without_repeats,
@@ -303,6 +304,9 @@ class Precision(Section):
     # codes that blocks' matrices are stored in, which are not trained, in a run that `spmd-lm quantize` has made
     quantized: Literal["none"] | Bits = "none"
     quantized_group: Count | None = None  # inputs that share a scale; default: all of an output
+    # operands of matmuls with blocks' matrices in training, forward and backward; docs/quantization.md
+    matmul: MatmulKind = "none"
+    emulate: bool = False  # multiply them so on devices without such matmuls too, as slowly as that may be
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     # halved in the first steps if it is too large; Megatron-LM begins at 4294967296
     initial_scale: Annotated[float, Field(ge=LEAST_SCALE, le=2**64)] = 2.0**16

@@ -12,6 +12,7 @@ from spmd_lm.files import elsewhere
 Partitioner = Literal["types", "manual"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 FakeQuantKind = Literal["none", "int8", "int4"]
+MatmulKind = Literal["none", "fp8", "int8"]
 Bits = Literal["int8", "int4", "int3", "nf4"]
 MOST = 2**30  # devices index and count in 32 bits, padding included
 Count = Annotated[int, Field(ge=1, le=MOST)]

@@ -16,6 +16,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.models.context import BlockContext
 from spmd_lm.models.layers import HasMatrices, ParamInit, ScaledMatrix
 from spmd_lm.ops.dense import Matrix
+from spmd_lm.ops.eight_bits import EightBits
 from spmd_lm.ops.few_bits import BLOCK_SIZE, CodedMatrix, Coding, encode
 from spmd_lm.ops.low_rank import InputDropout, LowRankSum
 
@@ -137,16 +138,18 @@ def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.
 
 
 def require_used(block: nnx.Module) -> None:
-    """Raises ConfigError if a block has run without asking for a matrix that has an adapter, is rounded, or is to show
-    its inputs."""
+    """Raises ConfigError if a block has run without asking for a matrix that has an adapter, is rounded, multiplies in
+    eight bits, or is to show its inputs."""
     for keys, module in nnx.iter_modules(block):
         if not isinstance(module, HasMatrices):
             continue
         needed = [name.removesuffix(SUFFIX) for name in vars(module) if name.endswith(SUFFIX)]
         what, way = "has an adapter", "leave it out of adapter.targets"
-        if module.fake_quant != "none" or module.show:
+        if module.fake_quant != "none" or module.show or module.eight_bits:
             needed = [name for path, _, name in matrices_of(module) if path == name]
             what, way = "is rounded", "use precision.fake_quant=none"
+            if module.eight_bits:
+                what, way = "multiplies in eight bits", "use precision.matmul=none"
             if module.show:
                 what, way = "is calibrated", "use --method rtn"
         for name in needed:
@@ -180,13 +183,26 @@ def fake_quantize(block: nnx.Module, kind: FakeQuantKind) -> nnx.Module:
             problem = f"{path} has {inputs} inputs, which groups of {BLOCK_SIZE} do not divide"
             raise ConfigError(f"{chosen} {problem}. {way}.")
         owner.fake_quant = kind
+    _require_matrices(block, chosen, "are rounded", way)
+    return block
+
+
+def multiply_in_eight_bits(block: nnx.Module, eight_bits: EightBits) -> None:
+    """Has all matrices of a block multiply so.  Raises ConfigError for some that cannot."""
+    for _, owner, _ in matrices_of(block):
+        owner.eight_bits = eight_bits
+    chosen, way = f"precision.matmul={eight_bits.kind}:", "Use precision.matmul=none"
+    _require_matrices(block, chosen, "multiply in eight bits", way)
+
+
+def _require_matrices(block: nnx.Module, chosen: str, do: str, way: str) -> None:
+    """Raises ConfigError if a block has matrices that are none of a HasMatrices."""
     for keys, module in nnx.iter_modules(block):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param) and len(_names(value)) == 2 and not isinstance(module, HasMatrices):
                 path = ".".join(map(str, (*keys, name)))
-                problem = f"the module with the parameter {path} is no HasMatrices, whose matrices are rounded"
+                problem = f"the module with the parameter {path} is no HasMatrices, whose matrices {do}"
                 raise ConfigError(f"{chosen} {problem}. {way}, or see docs/own-model.md.")
-    return block
 
 
 def code_matrices(block: nnx.Module, coding: Coding | None, key: str) -> nnx.Module:

@@ -29,6 +29,7 @@ from spmd_lm.models.adapters import (
     code_matrices,
     fake_quantize,
     matrices_of,
+    multiply_in_eight_bits,
     require_used,
     show_inputs,
 )
@@ -42,6 +43,7 @@ from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.eight_bits import EightBits
 from spmd_lm.ops.few_bits import Coding
 from spmd_lm.ops.norm import upcast
 from spmd_lm.ops.sharding_types import checked, is_explicit
@@ -103,8 +105,8 @@ class LanguageModel:
     collective_matmul: keys of the branches whose linears overlap with the collectives over `heads` and `mlp`; not in
     generation, and only on one device's shards: where arrays are global, XLA inserts the collectives.  adapters: those
     of its blocks' matrices.  base: how these matrices are quantized, if they are.  fake_quant: how they are rounded
-    when they multiply.  expert_products: formulations of the experts' products, one for each layer of a period; buffers
-    for all if empty, and in generation."""
+    when they multiply.  eight_bits: how they multiply in eight bits, in a train step.  expert_products: formulations of
+    the experts' products, one for each layer of a period; buffers for all if empty, and in generation."""
 
     c: Model
     objective: Objective
@@ -118,6 +120,7 @@ class LanguageModel:
     adapters: Adapters = ()
     base: Coding | None = None
     fake_quant: FakeQuantKind = "none"
+    eight_bits: EightBits | None = None
     expert_products: tuple[str, ...] = ()
     attention_block: int = AttentionSpec.block
 
@@ -297,8 +300,10 @@ class LanguageModel:
         block = nnx.merge(self._of_any_layout._block_graphs[place], params)
         if show:
             show_inputs(block, show)
+        if self.eight_bits:
+            multiply_in_eight_bits(block, self.eight_bits)
         result = block(x, context)
-        if self.modules.own_block and (self.adapters or self.fake_quant != "none" or show):
+        if self.modules.own_block and (self.adapters or self.fake_quant != "none" or show or self.eight_bits):
             require_used(block)
         return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 

@@ -24,6 +24,7 @@ from spmd_lm.ops.collectives import (
     split_heads,
 )
 from spmd_lm.ops.dense import Columns, Matrix
+from spmd_lm.ops.eight_bits import EightBits
 from spmd_lm.ops.few_bits import CodedMatrix, FakeQuant, FakeQuantMatrix
 from spmd_lm.ops.low_rank import LowRankSum
 from spmd_lm.ops.norm import layer_norm, upcast
@@ -175,10 +176,15 @@ class Linears(NamedTuple):
         return self._replace(column=column)
 
 
-COLLECTIVE_MATMUL = Linears(
-    lambda x, weights, name, *, ordered: all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered),
-    lambda h, w, name, *, ordered: matmul_reduce_scatter(h, w.entries, name, ordered),
-)
+def _gathering_columns(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
+    return all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered, weights[0].eight_bits)
+
+
+def _scattering_rows(h: jax.Array, w: Matrix, name: str, *, ordered: bool) -> jax.Array:
+    return matmul_reduce_scatter(h, w.entries, name, ordered, w.eight_bits)
+
+
+COLLECTIVE_MATMUL = Linears(_gathering_columns, _scattering_rows)
 """Linears as collective matmuls, which hide their own communication."""
 
 
@@ -194,6 +200,8 @@ class HasMatrices(nnx.Module):
     """Names of the matrices that are multiplied transposed, such as those that end a branch."""
     fake_quant: FakeQuantKind = "none"
     """How the matrices are rounded when they multiply."""
+    eight_bits: EightBits | None = None
+    """How the matrices multiply in eight bits."""
     used: tuple[str, ...] = ()
     """Names of the matrices that `matrix` has returned."""
     show: Callable[[str, jax.Array], None] | None = None
@@ -206,7 +214,7 @@ class HasMatrices(nnx.Module):
         object.__setattr__(self, "used", (*self.used, name))  # which nnx would refuse in a checkpoint
         if self.fake_quant != "none":
             return FakeQuantMatrix(stored[...], FakeQuant(self.fake_quant, name in self.row_parallel))
-        matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
+        matrix = Matrix(stored[...], eight_bits=self.eight_bits) if isinstance(stored, nnx.Param) else stored()
         if self.show:
             return ObservedMatrix(matrix, functools.partial(self.show, name))
         if adapter is None:

@@ -21,71 +21,78 @@ from jax import Array, lax
 
 from spmd_lm.active_rules import active_axes
 from spmd_lm.axes import SEQUENCE
-from spmd_lm.ops.collectives import all_gather, weight_gradient
+from spmd_lm.ops.collectives import all_gather, contract, weight_gradient
 from spmd_lm.ops.compiler_workarounds import keep_apart
-from spmd_lm.ops.dense import dense
+from spmd_lm.ops.eight_bits import Dot, EightBits, dot_of
 
 TIME = 1  # the dimension of the sequence
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def all_gather_matmul(x: Array, weights: tuple[Array, ...], name: str, ordered: bool) -> list[Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def all_gather_matmul(
+    x: Array, weights: tuple[Array, ...], name: str, ordered: bool, eight_bits: EightBits | None = None
+) -> list[Array]:
     """Megatron's f and the linears after it: all-gathers the residual stream x [batch, sequence, width] and multiplies
     it by each of `weights` [width, other], sharded along `name`: [batch, time, other] each.  ordered: if false, tokens
     stay in the ring's order (see above)."""
-    return _gather_and_multiply(x, weights, name, ordered)[1]
+    return _gather_and_multiply(x, weights, name, ordered, dot_of(eight_bits))[1]
 
 
-def _all_gather_matmul_forward(x, weights, name, ordered):
-    gathered, outputs = _gather_and_multiply(x, weights, name, ordered)
+def _all_gather_matmul_forward(x, weights, name, ordered, eight_bits):
+    gathered, outputs = _gather_and_multiply(x, weights, name, ordered, dot_of(eight_bits))
     return outputs, (gathered, weights)  # the weights themselves: see ops.dense
 
 
-def _all_gather_matmul_backward(name, ordered, saved, grads):
+def _all_gather_matmul_backward(name, ordered, eight_bits, saved, grads):
     gathered, weights = saved
-    d_x = _multiply_and_scatter(grads, weights, name, ordered)
-    return d_x, tuple(weight_gradient(gathered, g, w) for g, w in zip(grads, weights, strict=True))
+    d_x = _multiply_and_scatter(grads, weights, name, ordered, dot_of(eight_bits, left=True))
+    dot = dot_of(eight_bits, right=True)
+    return d_x, tuple(weight_gradient(gathered, g, w, dot) for g, w in zip(grads, weights, strict=True))
 
 
 all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def matmul_reduce_scatter(h: Array, w: Array, name: str, ordered: bool) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def matmul_reduce_scatter(h: Array, w: Array, name: str, ordered: bool, eight_bits: EightBits | None = None) -> Array:
     """The linear before Megatron's g, and g: multiplies h [batch, time, other] by w [width, other] transposed, both
     sharded along `name`, and reduce-scatters the result to the residual stream [batch, sequence, width].  ordered: as
     in the all_gather_matmul that h comes from."""
-    return _multiply_and_scatter([h], [w], name, ordered)
+    return _multiply_and_scatter([h], [w], name, ordered, dot_of(eight_bits))
 
 
-def _matmul_reduce_scatter_forward(h, w, name, ordered):
-    return matmul_reduce_scatter(h, w, name, ordered), (h, w)
+def _matmul_reduce_scatter_forward(h, w, name, ordered, eight_bits):
+    return matmul_reduce_scatter(h, w, name, ordered, eight_bits), (h, w)
 
 
-def _matmul_reduce_scatter_backward(name, ordered, saved, g):
+def _matmul_reduce_scatter_backward(name, ordered, eight_bits, saved, g):
     h, w = saved
-    gathered, (d_h,) = _gather_and_multiply(g, [w], name, ordered)
-    return d_h, weight_gradient(gathered, h, w)
+    gathered, (d_h,) = _gather_and_multiply(g, [w], name, ordered, dot_of(eight_bits, left=True))
+    return d_h, weight_gradient(gathered, h, w, dot_of(eight_bits, left=True))
 
 
 matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
-def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered: bool) -> tuple[Array, list[Array]]:
+def _gather_and_multiply(
+    x: Array, weights: Sequence[Array], name: str, ordered: bool, dot: Dot
+) -> tuple[Array, list[Array]]:
     """All-gathers x [batch, sequence, width] along the sequence; returns it and its product with each of `weights`."""
     w = _side_by_side(weights, 1)
     if active_axes(SEQUENCE):
         axes = _ring_axes(name)
         shards = _shards_from(x, axes)
-        outputs = [dense(rows, keep_apart(w, k)) for k, rows in enumerate(shards)]
+        outputs = [contract(rows, keep_apart(w, k), (2,), (0,), dot=dot) for k, rows in enumerate(shards)]
         gathered, output = (_concatenate(each, axes, ordered) for each in (shards, outputs))
     else:
-        gathered, output = x, dense(x, w)
+        gathered, output = x, contract(x, w, (2,), (0,), dot=dot)
     ends = list(itertools.accumulate(w.shape[1] for w in weights))
     return gathered, jnp.split(output, ends[:-1], -1)
 
 
-def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool) -> Array:
+def _multiply_and_scatter(
+    factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool, dot: Dot
+) -> Array:
     """The sum of factors [batch, time, other] times weights [width, other] transposed, over the pairs and over the
     shards of `name`: the residual stream [batch, sequence, width]."""
     axes, factor, w = _ring_axes(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
@@ -96,7 +103,7 @@ def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], na
 
     def addend(k: int) -> Array:
         rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * size, size, TIME)
-        return dense(rows, keep_apart(w, k), True)
+        return contract(rows, keep_apart(w, k), (2,), (1,), dot=dot)
 
     total = _sum_over(addend, axes)
     return total if active_axes(SEQUENCE) else all_gather(total, name, TIME)

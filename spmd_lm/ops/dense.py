@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from spmd_lm.ops.collectives import contract, weight_gradient
+from spmd_lm.ops.eight_bits import EightBits, dot_of
 from spmd_lm.ops.sharding_types import TypeOf
 
 Columns = Callable[[jax.Array], jax.Array]
@@ -30,6 +31,7 @@ class Matrix:
 
     stored: jax.Array
     columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
+    eight_bits: EightBits | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def entries(self) -> jax.Array:
@@ -37,37 +39,44 @@ class Matrix:
 
     def select(self, columns: Columns) -> "Matrix":
         """The matrix of some of the stored columns."""
-        return Matrix(self.stored, columns)
+        return dataclasses.replace(self, columns=columns)
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
         """x [..., width] times the matrix: [..., other]; with `transpose`, x [..., other] times it transposed."""
-        return dense(x, self.stored, transpose, self.columns)
+        return dense(x, self.stored, transpose, self.columns, self.eight_bits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, w: jax.Array, transpose: bool = False, view: View | None = None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def dense(
+    x: jax.Array,
+    w: jax.Array,
+    transpose: bool = False,
+    view: View | None = None,
+    eight_bits: EightBits | None = None,
+) -> jax.Array:
     """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  view: what is
-    multiplied in place of w; None for w.
+    multiplied in place of w; None for w.  eight_bits: how this matmul and both of backward run in eight bits.
 
     All matmuls with weights go through here, except those with the token table and with quantized matrices."""
     w = w if view is None else view(w)
-    return contract(x, w, (x.ndim - 1,), (int(transpose),))
+    return contract(x, w, (x.ndim - 1,), (int(transpose),), dot=dot_of(eight_bits))
 
 
-def _dense_forward(x, w, transpose, view):
+def _dense_forward(x, w, transpose, view, eight_bits):
     """x, w: CustomVJPPrimals.  If the matrix is not differentiated, x is not saved."""
     saved = x.value if w.perturbed else TypeOf(jax.typeof(x.value))
-    y = dense(x.value, w.value, transpose, view)
+    y = dense(x.value, w.value, transpose, view, eight_bits)
     return y, (saved, w.value)  # w itself: with_gathered_weights drops it by identity
 
 
-def _dense_backward(transpose, view, saved, g):
+def _dense_backward(transpose, view, eight_bits, saved, g):
     x, w = saved
     w, gradient_of_stored = (w, None) if view is None else jax.vjp(view, w)
-    d_x = contract(g, w, (g.ndim - 1,), (int(not transpose),), gradient_of=x)
+    d_x = contract(g, w, (g.ndim - 1,), (int(not transpose),), gradient_of=x, dot=dot_of(eight_bits, left=True))
     if isinstance(x, TypeOf):
         return d_x, None
-    d_w = weight_gradient(*((g, x) if transpose else (x, g)), w)
+    dot = dot_of(eight_bits, left=transpose, right=not transpose)
+    d_w = weight_gradient(*((g, x) if transpose else (x, g)), w, dot)
     return d_x, d_w if gradient_of_stored is None else gradient_of_stored(d_w)[0]
 
 

@@ -19,6 +19,7 @@ from jax.sharding import reshard
 from spmd_lm.active_rules import AxisRules, active_axes, axis_rules, partition_spec
 from spmd_lm.axes import SEQUENCE, DimNames, as_tuple, is_dim_names
 from spmd_lm.errors import LayoutError
+from spmd_lm.ops.eight_bits import Dot
 
 Specs = Any
 """A tree of PartitionSpecs."""
@@ -126,8 +127,14 @@ def from_first_shard(x: Array, dim: int) -> Array:
 
 
 def contract(
-    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | TypeOf | None = None
+    x: Array,
+    y: Array,
+    x_dims: Sequence[int],
+    y_dims: Sequence[int],
+    gradient_of: Array | TypeOf | None = None,
+    dot: Dot = lax.dot_general,
 ) -> Array:
+    assert dot is lax.dot_general  # a scale is of one device's shard
     dims = ((tuple(x_dims), tuple(y_dims)), ((), ()))
     if gradient_of is not None:
         return lax.dot_general(x, y, dims, out_sharding=gradient_spec(gradient_of))
@@ -135,12 +142,12 @@ def contract(
     return lax.dot_general(x, y, dims, out_sharding=P(*remaining, unreduced=_sharding_axes(x, x_dims)))
 
 
-def weight_gradient(left: Array, right: Array, w: Array) -> Array:
+def weight_gradient(left: Array, right: Array, w: Array, dot: Dot = lax.dot_general) -> Array:
     left, right = (reshard(x, P(*partitions(x))) for x in (left, right))
     if partitions(left)[1] is None:
         left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
     dims = range(left.ndim - 1)
-    return contract(left, right, dims, dims, w)
+    return contract(left, right, dims, dims, w, dot)
 
 
 def broadcast_like(vector: Array, x: Array) -> Array:

@@ -312,6 +312,9 @@ def summary(description: dict[str, Any]) -> str:
         compute += f", matrices rounded to {d['precision']['fake_quant']}"
     if d["precision"]["quantized"] != "none":
         compute += f", matrices in {d['precision']['quantized']}"
+    if d["precision"]["matmul"] != "none":
+        emulated = " (emulated)" if d["precision"]["emulate"] else ""
+        compute += f", matrices multiplied in {d['precision']['matmul']}{emulated}"
     if d["precision"]["loss_scale"] == "dynamic":
         compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"
     compute += ", deterministic" if d["deterministic"] else ""

@@ -25,7 +25,7 @@ from spmd_lm.quantization.calibration import Calibration, float64
 from spmd_lm.quantization.gptq import Quantized, decode, gptq, round_to_nearest, squared_error
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
-from spmd_lm.step.program import Program
+from spmd_lm.step.program import IN_COMPUTE_DTYPE, Program
 
 Method = Literal["rtn", "gptq"]
 METHODS = get_args(Method)
@@ -37,7 +37,7 @@ def quantized_config(config: RunConfig, coding: Coding, directory: Path) -> RunC
     """The configuration of the quantized model's run in `directory`."""
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
     few = {"quantized": coding.bits, "quantized_group": coding.group, "fake_quant": "none", "frozen": None}
-    precision = config.precision.model_copy(update=few)
+    precision = config.precision.model_copy(update=few | IN_COMPUTE_DTYPE)
     optim = config.optim.model_copy(update={"freeze": ""})
     return config.model_copy(update={"run": run, "precision": precision, "optim": optim})
 

@@ -61,7 +61,7 @@ def _one_period(config: RunConfig, shards: int) -> RunConfig:
     sizes = {"layers": len(m.kinds), "attention": "xla", "share_layers": False}
     sizes |= {"dropout": 0.0, "attention_dropout": 0.0}
     dtype = "float64" if config.precision.params == "float64" else "float32"
-    dtypes = dict.fromkeys(("params", "compute", "reduce"), dtype) | {"loss_scale": "none"}
+    dtypes = dict.fromkeys(("params", "compute", "reduce"), dtype) | {"loss_scale": "none", "matmul": "none"}
     parallel = Parallel(data=1, model=shards, sequence=config.parallel.sequence, partitioner="manual")
     return config.model_copy(
         update={

@@ -19,6 +19,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CompilerError
 from spmd_lm.models.context import LossDict, local_batch
 from spmd_lm.models.modules import modules_of_model
+from spmd_lm.ops.eight_bits import EightBits
 from spmd_lm.parallel.groups import Group
 from spmd_lm.parallel.host_memory import DEVICE, PINNED, moved
 from spmd_lm.parallel.mesh import devices_per_host, domains_of_model, is_absent, make_mesh
@@ -59,15 +60,21 @@ def _bytes_per_device(tree: Tree) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
+IN_COMPUTE_DTYPE = {"matmul": "none", "emulate": False}
+"""Keys of `precision` with which nothing multiplies in eight bits."""
+
+
 class Program:
     """One config, bound to devices (default: all there are).  device: the first of the mesh; all are alike.
 
     model: a user's block, head or ModelModules, in place of model.module.
-    trains: whether it takes steps; if not, optim.offload has no effect."""
+    trains: whether it takes steps; if not, optim.offload and precision.matmul have no effect."""
 
     def __init__(
         self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None, *, trains: bool = True
     ):
+        if not trains:
+            config = config.model_copy(update={"precision": config.precision.model_copy(update=IN_COMPUTE_DTYPE)})
         devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
         host = devices_per_host(devices)
         plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules, host)
@@ -291,7 +298,10 @@ class Program:
     @functools.cached_property
     def train_step(self):
         specs = jax.tree.map(lambda sharding: sharding.spec, self.state_shardings)
-        return make_train_step(self.config, self.model, self.optimizer, self.plan, self.schedule, specs)
+        model, kind = self.model, self.config.precision.matmul
+        if kind != "none":  # evaluation and generation multiply in the compute dtype
+            model = dataclasses.replace(model, eight_bits=EightBits(kind))
+        return make_train_step(self.config, model, self.optimizer, self.plan, self.schedule, specs)
 
     @functools.cached_property
     def evaluate(self):

@@ -65,6 +65,33 @@ def problems(*overrides: str) -> list[str]:
             "precision.fake_quant=none, or parallel.collective_matmul=auto",
         ),
         (
+            "precision.matmul=fp8 precision.fake_quant=int4",
+            "precision.matmul=fp8 with precision.fake_quant=int4: matrices are rounded already",
+            "precision.matmul=none, or precision.fake_quant=none",
+        ),
+        (
+            "precision.matmul=int8 adapter.kind=lora",
+            "precision.matmul=int8 with adapter.kind=lora: what an adapter adds would not be in eight bits",
+            "precision.matmul=none, or adapter.kind=none",
+        ),
+        (
+            f"precision.matmul=fp8 {MOE}",
+            "precision.matmul=fp8 with model.mlp.kind=moe: stacks of experts, most of the model, would not be in eight "
+            "bits",
+            "precision.matmul=none",
+        ),
+        (
+            "precision.matmul=fp8 parallel.partitioner=types",
+            "parallel.partitioner=types with precision.matmul=fp8: types cannot tell that a scale is of one device's "
+            "shard",
+            "parallel.partitioner=auto",
+        ),
+        (
+            "precision.emulate=true",
+            "precision.emulate=true has no effect with precision.matmul=none",
+            "precision.emulate=false",
+        ),
+        (
             "train.eval_tasks=[lambada=a] train.eval_every=0",
             "train.eval_tasks with train.eval_every=0, which evaluates nothing",
             "train.eval_every=100",
