@@ -20,7 +20,7 @@ from spmd_lm.config.overlap import collective_matmul_branches, prefetches
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.hardware import RATES, find_hardware
 from spmd_lm.cost_model.memory import tokens_per_chunk
 from spmd_lm.cost_model.sizes import tokens_per_device
 from spmd_lm.errors import ConfigError, HostBorderError, LayoutError
@@ -142,10 +142,6 @@ def abstract_plan(
     if (memory := config.optim.offload) != "none" and not offloaded_parameters(plan):
         raise ConfigError(f"optim.offload={memory}: no matrix is trained, and vectors stay. Use optim.offload=none.")
     return plan
-
-
-RATES = {"fp8": "float8", "int8": "int8"}
-"""Names of the peaks of hardware.yaml by precision.matmul."""
 
 
 def require_eight_bits(config: RunConfig, platform: str, kind: str) -> None:

@@ -230,7 +230,7 @@ gpu_device_info {{
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
   memory_bandwidth: {round(hardware.memory.bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  dnn_version: "9.10.0"
+  dnn_version: "9.10.0" runtime_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

@@ -107,7 +107,9 @@ class Utilization(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, device: jax.Device) -> Self:
         devices = plan.layout.devices
-        one = peak(device, config.precision.compute, devices)
+        one, matmul = peak(device, config.precision.compute, devices), config.precision.matmul
+        if one and matmul != "none":
+            one = one._replace(source=f"{one.source}, though blocks' matrices multiply in {matmul}")
         return cls(train_step(config, plan), one and one._replace(flops=devices * one.flops))
 
     def mfu(self, step_seconds: float) -> float | None:

@@ -156,6 +156,15 @@ class Hardware:
         """Dense FLOP/s of matmuls in a dtype; None if unpublished.  A TPU multiplies all but float64 in bfloat16."""
         return self.peaks.get("bfloat16" if self.device_kind.startswith("tpu") and dtype != "float64" else dtype)
 
+    def rate(self, name: str, dtype: str) -> float:
+        """The peak of this name over that of a dtype; 1 without a name, or where either is unknown."""
+        of_dtype = self.peak(dtype)
+        return self.peaks[name] / of_dtype if of_dtype and name in self.peaks else 1.0
+
+
+RATES = {"fp8": "float8", "int8": "int8"}
+"""Peaks by precision.matmul."""
+
 
 @functools.cache
 def _table() -> tuple[Hardware, ...]:

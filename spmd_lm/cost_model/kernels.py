@@ -13,12 +13,15 @@ from spmd_lm.errors import ConfigError
 
 
 class Product(NamedTuple):
-    """Matmuls [rows, inner] by [inner, columns], one for each of a batch.  Sizes on one device."""
+    """Matmuls [rows, inner] by [inner, columns], one for each of a batch.  Sizes on one device.
+
+    rate: the peak of hardware.yaml at which they run; '' for that of the compute dtype."""
 
     rows: float
     inner: float
     columns: float
     batch: float = 1
+    rate: str = ""
 
     @property
     def flops(self) -> float:
@@ -51,7 +54,8 @@ class Kernels(NamedTuple):
     @functools.cache  # noqa: B019 - by values; a search has hundreds
     def product(self, p: Product) -> float:
         share = self._curve.share(p.rows, p.inner, p.columns, p.batch)
-        return max(self._flops(p.flops, share), self.traffic(p.elements * self.size)) + self.overhead
+        faster = self.hardware.rate(p.rate, self.dtype)
+        return max(self._flops(p.flops, share * faster), self.traffic(p.elements * self.size)) + self.overhead
 
     def attention(self, flops: float) -> float:
         """Seconds of fused attention, which keeps the scores on the chip."""

@@ -35,6 +35,7 @@ from spmd_lm.cost_model.dataflow import (
     equations,
     save_p,
 )
+from spmd_lm.cost_model.hardware import RATES
 from spmd_lm.cost_model.kernels import Product
 from spmd_lm.cost_model.sizes import shares_of_kinds
 from spmd_lm.cost_model.wire import ALL_GATHER
@@ -44,6 +45,7 @@ from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import RESIDUAL
 from spmd_lm.ops.attention_spec import AttentionSpec
 from spmd_lm.ops.dropout import DropoutKey, as_one_operation
+from spmd_lm.ops.eight_bits import EightBits
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, drop_residuals, exclude, merge, subset_of
 
@@ -245,7 +247,8 @@ def _model(
         attention_block=kernels.block,
     )
     adapters, base = adapters_of(adapter, traced), coding_of(adapter, precision)
-    return dataclasses.replace(traced, adapters=adapters, base=base, fake_quant=precision.fake_quant)
+    traced = dataclasses.replace(traced, adapters=adapters, base=base, fake_quant=precision.fake_quant)
+    return traced if precision.matmul == "none" else dataclasses.replace(traced, eight_bits=EightBits(precision.matmul))
 
 
 def _flow(
@@ -299,14 +302,16 @@ def _flow(
         jaxpr = jax.make_jaxpr(run)(*arguments)
     flow = Dataflow(jaxpr, roots, gradient=GRADIENT)
     gradients = flow.outputs[-1 - len(jax.tree.leaves(trained)) : -1]
-    return _LayerFlow(flow, frozenset(value.base for value in gradients), _before_casts(flow, gradients))
+    scaled = {"mul"} if model.eight_bits else set()
+    products = _before_casts(flow, gradients, scaled)
+    return _LayerFlow(flow, frozenset(value.base for value in (products if scaled else gradients)), products)
 
 
-def _before_casts(flow: Dataflow, values: list[Value]) -> frozenset[Value]:
-    """`values`, and what they are casts and transposes of."""
-    found = set(values)
+def _before_casts(flow: Dataflow, values: list[Value], others: set[str]) -> frozenset[Value]:
+    """`values`, and what they are casts, transposes and results of `others` of."""
+    found, names = set(values), {*VIEWS, "transpose", *others}
     for operation in reversed(flow.operations):
-        if operation.equation.primitive.name in (*VIEWS, "transpose") and not found.isdisjoint(operation.outputs):
+        if operation.equation.primitive.name in names and not found.isdisjoint(operation.outputs):
             found.update(operation.inputs)
     return frozenset(found)
 
@@ -417,7 +422,7 @@ def _merged(operations: list[Operation], of_gradients: frozenset[Value]) -> tupl
             if grows and shared and _is_activation(shared) and uses[shared.base, product.inner] > 1:
                 key, rows = (shared.base, product.inner), product.rows * product.columns / columns
                 columns += merged[key].product.columns if key in merged else 0
-                merged[key] = TracedProduct(Product(rows, product.inner, columns, product.batch), per_row, times)
+                merged[key] = TracedProduct(product._replace(rows=rows, columns=columns), per_row, times)
                 break
         else:
             already = merged[key].times if key in merged else 0
@@ -457,7 +462,13 @@ def _products(operation: Operation, of_gradients: frozenset[Value]) -> Iterator[
         per_row = PER_ROW[grows[0]][grows[1]] if of_weights and not in_loop else "batch"
         if per_row == "columns":
             rows, columns, per_row = columns, rows, "rows"
-        yield TracedProduct(Product(rows, contracted, columns, shared), per_row, times)
+        yield TracedProduct(Product(rows, contracted, columns, shared, _rate(equation)), per_row, times)
+
+
+def _rate(product: Any) -> str:
+    """The peak at which a matmul of eight-bit codes runs; '' for others."""
+    dtype = product.invars[0].aval.dtype
+    return "" if dtype.itemsize > 1 else RATES["int8" if dtype == jnp.int8 else "fp8"]
 
 
 def _attention_flops(operation: Operation) -> float:

@@ -1,5 +1,5 @@
-"""`spmd-lm audit`: compiles the train step, for hardware that may be absent, and compares its collectives with the
-expected ones.
+"""`spmd-lm audit`: compiles the train step, for hardware that may be absent, and compares its collectives, and matmuls
+in eight bits, with the expected ones.
 
 On `cpu:N` the compiler sends bfloat16, though not float16, as float32, and a TPU's gathers float32 as bfloat16 where
 its matrix unit reads that: both are reported, but not as differences."""
@@ -41,6 +41,7 @@ from spmd_lm.parallel.mesh import peers_across_slices
 from spmd_lm.parallel.pipeline.schedule import schedule_table
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.device_memory import device_traffic, render_traffic
+from spmd_lm.planning.eight_bits import eight_bits, render_eight_bits
 from spmd_lm.planning.exposed_communication import exposed_communication, render_exposed, write_hlo
 from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.own_check import check_own_modules
@@ -104,6 +105,7 @@ def audit_step(
         **_collectives(config, program, collective_instructions(module, len(devices), shares)),
         "exposed": exposed_communication(module, mesh, shares, hardware),
         "memory_traffic": device_traffic(program.config, program.plan, module, shares, hardware),
+        "eight_bits": eight_bits(program.config, program.plan, module, shares),
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
         "updates": _updates(config, program),
@@ -112,6 +114,7 @@ def audit_step(
         "compiler_advice": program.xla_options.advice,
     }
     report["ok"] &= _offloads_what_is_planned(report["memory"]) and _updates_as_planned(report["updates"])
+    report["ok"] &= report["eight_bits"] is None or report["eight_bits"]["ok"]
     return AuditedStep(program, module, shares, report)
 
 
@@ -337,6 +340,7 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]]
     lines += render_exposed(r["exposed"]) if r["exposed"] else []
     lines += render_traffic(r["memory_traffic"]) if r["memory_traffic"] else []
+    lines += render_eight_bits(r["eight_bits"]) if r["eight_bits"] else []
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
     lines += _render_updates(r["updates"]) if r["updates"] else []
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]

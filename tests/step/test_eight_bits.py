@@ -7,12 +7,23 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.analysis.eight_bits import eight_bit_matmuls
+from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.api import make_model
+from spmd_lm.cost_model.compute_time import layer_seconds
+from spmd_lm.cost_model.flops import Utilization
+from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.kernels import Kernels
+from spmd_lm.cost_model.layer_trace import trace_layer
 from spmd_lm.errors import ConfigError
+from spmd_lm.planning.audit import audit_step, render
+from spmd_lm.planning.eight_bits import eight_bits, least_flops, render_eight_bits
 from spmd_lm.resolve import abstract_plan
 from spmd_lm.step.program import Program
 from tests.helpers import device_batch, make_config, program, trained
 from tests.own import MIXER, write_module
+from tests.planning.test_audit import BF16, compilable
 
 SLOW = pytest.mark.slow
 SIZES = {"layers": 2, "width": 32, "heads": 4, "dropout": 0.0}
@@ -146,3 +157,97 @@ def test_a_block_of_one_s_own_asks_for_its_matrices(tmp_path, changed, problem):
         p = Program(config, jax.devices()[:1])
         text = p.train_step.lower(p.abstract_state(), p.abstract_batch()).as_text()
         assert codes_in(text) == {"f8E4M3FN", "f8E5M2"}
+
+
+ENTRY = """
+fused (a: bf16[8,4], b: f8e4m3fn[4,2]) -> f32[8,2] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %code = f8e5m2[8,4]{1,0} convert(%a), metadata={op_name="jit(step)/blocks/eight_bits/convert_element_type"}
+  %b = f8e4m3fn[4,2]{1,0} parameter(1)
+  ROOT %dot = f32[8,2]{1,0} dot(%code, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY main (x: bf16[8,4], w: f8e4m3fn[4,2], y: LOST[4,2]) -> f32[8,2] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = f8e4m3fn[4,2]{1,0} parameter(1)
+  %y = LOST[4,2]{1,0} parameter(2)
+  %scores = f32[8,2]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="blocks"}
+  %call = (f32[4,2]{1,0}, s8[9]{0}) custom-call(%w, %y), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(step)/transpose(jvp(blocks))/eight_bits/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  ROOT %fusion = f32[8,2]{1,0} fusion(%x, %w), kind=kOutput, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_operands_are_read_from_the_program():
+    """FLOPs of a fusion's product, and of a library's call; not those of attention.  Another dtype is told."""
+    fused, call = 2 * 8 * 2 * 4, 2 * 4 * 2 * 2
+    found = eight_bit_matmuls(HloModule(ENTRY.replace("LOST", "f8e5m2")), "fp8")
+    assert found == (2, fused + call, {})
+    found = eight_bit_matmuls(HloModule(ENTRY.replace("LOST", "bf16")), "fp8")
+    assert found == (1, fused, {"f8e4m3fn x bf16": call})
+    assert eight_bit_matmuls(HloModule(ENTRY.replace("LOST", "f8e5m2")), "int8").instructions == 0
+
+
+def test_audit_counts_three_matmuls_of_each_matrix_and_tells_of_other_dtypes():
+    """A CPU's compiler makes float32 of codes: that is emulation, and a failure where it was not asked for."""
+    config = config_of("fp8", TWO)
+    step = audit_step(config, parse_topology("cpu:2"))
+    m, found = config.model, step.report["eight_bits"]
+    matrices = m.layers * m.width * (4 * m.width + 2 * m.mlp_dim)
+    assert found["expected_flops"] == 3 * 2 * matrices * config.train.batch * m.context / 2
+    assert found["others"] == {"f32 x f32": found["expected_flops"]}
+    assert step.report["ok"] and not found["instructions"]
+    assert "the compiler made f32 x f32 of" in render(step.report)
+    strict = config.model_copy(update={"precision": config.precision.model_copy(update={"emulate": False})})
+    told = eight_bits(strict, step.program.plan, step.module, None)
+    assert not told["ok"] and "these devices do not multiply in fp8" in "\n".join(render_eight_bits(told))
+
+
+def test_frozen_matrices_multiply_twice():
+    config = config_of("int8", {}, optim={"freeze": "blocks.*.mlp.up"})
+    plan, m = program(config).plan, config.model
+    matmuls = 3 * (4 * m.width + 2 * m.mlp_dim) - m.mlp_dim
+    assert least_flops(config, plan) == 2 * m.layers * m.width * matmuls * config.train.batch * m.context
+
+
+def test_the_cost_model_takes_their_peak_and_mfu_that_of_the_compute_dtype():
+    h100, v5e = find_hardware("NVIDIA H100 80GB HBM3"), find_hardware("TPU v5 lite")
+    assert h100.rate("float8", "bfloat16") == 1979 / 989 and v5e.rate("int8", "bfloat16") == 393 / 197
+    assert v5e.rate("float8", "bfloat16") == h100.rate("", "bfloat16") == 1
+    bf16, fp8 = (config_of(kind, TWO, model={"width": 512}, precision=BF16) for kind in ("none", "fp8"))
+    seconds = [
+        layer_seconds(each, program(each).plan, Kernels(h100, "bfloat16", 1.0, 0.0)).forward for each in (bf16, fp8)
+    ]
+    assert 0.5 < seconds[1] / seconds[0] < 0.7  # attention's products are as they were
+    used = [Utilization.of(each, program(each).plan, jax.devices()[0]) for each in (bf16, fp8)]
+    assert used[0].model_flops == used[1].model_flops
+    assert used[1].peak.source == f"{used[0].peak.source}, though blocks' matrices multiply in fp8"
+
+
+def test_gradients_of_matrices_are_no_activations():
+    """Their unscaled products neither: they do not grow with the rows."""
+    narrow, wide = (trace_layer(config_of("fp8", {}, model={"mlp_width": n}, precision=BF16), None) for n in (64, 128))
+    added = wide.backward.peak - narrow.backward.peak
+    assert 0 < added <= 64 * make_config().model.context * 12  # bytes of features of a row, not of 32 x 64 weights
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("name", "kind", "dtypes"),
+    [
+        ("h100:1x2", "fp8", {"f8e4m3fn", "f8e5m2"}),
+        ("7x:1x1x1", "fp8", {"f8e4m3fn", "f8e5m2"}),
+        ("v5e:1x1", "int8", {"s8"}),
+    ],
+)
+def test_compilers_keep_eight_bits(name, kind, dtypes):
+    """Three matmuls of each of six matrices, in a loop over layers or unrolled, and none of blocks' in bfloat16."""
+    target = compilable(name)
+    layout = {"data": 1, "model": target.size}
+    sizes = {"width": 256, "context": 128, "vocab": 512, "attention": "chunked"}
+    config = config_of(kind, layout, model=sizes, precision=BF16 | {"emulate": False})
+    step = audit_step(config, target)
+    assert step.report["ok"], render(step.report)
+    found = step.report["eight_bits"]
+    assert found["instructions"] in (18, 36) and not found["others"]
+    assert found["flops"] == pytest.approx(found["expected_flops"], rel=1e-3)
