@@ -145,21 +145,24 @@ def abstract_plan(
 
 
 def require_eight_bits(config: RunConfig, platform: str, kind: str) -> None:
-    """Raises ConfigError if precision.matmul asks for matmuls that devices of this kind do not have, and are not to
-    emulate."""
+    """Raises ConfigError if precision.matmul asks for matmuls that devices of this kind are not known to have, and are
+    not to emulate."""
     p = config.precision
-    if p.matmul == "none" or p.emulate:
-        return
-    chosen, ways = f"precision.matmul={p.matmul}", "precision.matmul=none, or precision.emulate=true to run it anyway"
+    if p.matmul != "none" and not p.emulate and (problem := lacks_eight_bits(p.matmul, platform, kind)):
+        hardware = find_hardware(kind) if platform != "cpu" else None
+        others = [name for name, rate in RATES.items() if hardware and rate in hardware.peaks]
+        ways = "precision.matmul=none, or precision.emulate=true to run it anyway"
+        instead = f"precision.matmul={others[0]}, or " if others else ""
+        raise ConfigError(f"precision.matmul={p.matmul}: {problem}. Use {instead}{ways}.")
+
+
+def lacks_eight_bits(matmul: str, platform: str, kind: str) -> str:
+    """Why devices of this kind are not known to multiply so; '' if they do."""
     if platform == "cpu":
-        raise ConfigError(f"{chosen}: a CPU has no such matmuls. Use {ways}.")
-    hardware, rate = find_hardware(kind), RATES[p.matmul]
-    if hardware is None:
-        raise ConfigError(f"{chosen}: nothing is known of matmuls of {kind}. Use {ways}.")
-    if rate not in hardware.peaks:
-        other = next((name for name, each in RATES.items() if each in hardware.peaks), None)
-        instead = f"precision.matmul={other}, or " if other else ""
-        raise ConfigError(f"{chosen}: {kind} has no matmuls of {rate}. Use {instead}{ways}.")
+        return "a CPU has no such matmuls"
+    if (hardware := find_hardware(kind)) is None:
+        return f"nothing is known of matmuls of {kind}"
+    return "" if RATES[matmul] in hardware.peaks else f"{kind} has no matmuls of {RATES[matmul]}"
 
 
 def _scatter_codec(codes: str, platform: str) -> Codec | None:

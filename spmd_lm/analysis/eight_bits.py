@@ -12,7 +12,7 @@ CODES = {"fp8": ("f8e4m3fn", "f8e5m2"), "int8": ("s8",)}
 
 
 class EightBitMatmuls(NamedTuple):
-    """count: instructions whose operands are both codes.
+    """instructions: those whose operands are both codes.
     flops: theirs, of one device in one step, the mean over pipeline stages.
     others: FLOPs by operands of those that the program asked for, and the compiler made of another dtype."""
 

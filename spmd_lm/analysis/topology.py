@@ -209,7 +209,8 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def _gpu_options(topology: Topology) -> dict[str, Any]:
-    """Arguments of get_topology_desc.  target_config: XLA's GpuTargetConfigProto in text format."""
+    """Arguments of get_topology_desc.  target_config: XLA's GpuTargetConfigProto in text format.  Without a runtime's
+    version XLA makes bfloat16 of fp8 matmuls."""
     import jax
 
     with contextlib.suppress(RuntimeError):  # finds no device, but loads the plugin

@@ -313,7 +313,7 @@ def summary(description: dict[str, Any]) -> str:
     if d["precision"]["quantized"] != "none":
         compute += f", matrices in {d['precision']['quantized']}"
     if d["precision"]["matmul"] != "none":
-        emulated = " (emulated)" if d["precision"]["emulate"] else ""
+        emulated = ", or emulated" if d["precision"]["emulate"] else ""
         compute += f", matrices multiplied in {d['precision']['matmul']}{emulated}"
     if d["precision"]["loss_scale"] == "dynamic":
         compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"

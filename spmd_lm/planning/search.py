@@ -31,7 +31,7 @@ from spmd_lm.cost_model.step_time import OURS, SIMULATED, Software, predict_step
 from spmd_lm.errors import ConfigError, HostBorderError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.capacity import Capacity, capacity_of
-from spmd_lm.resolve import abstract_plan
+from spmd_lm.resolve import abstract_plan, require_eight_bits
 
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
 """Remat policies that share a plan: with `full` layers run in a loop on a GPU too (config/layer_loop.py)."""
@@ -160,10 +160,12 @@ class Search:
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
     """Costs every layout of `config` on each target; if none fits, those with more in the hosts' memory too.  Raises
-    ConfigError for a dtype of unknown speed there, and for an optim.freeze that `Plan` refuses."""
+    ConfigError for a dtype of unknown speed there, for matmuls that its devices do not have, and for an optim.freeze
+    that `Plan` refuses."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
         require_speed(config, target)
+        require_eight_bits(config, target.topology.platform, target.topology.device_kind)
     for tier, policies in tiers(config):
         if any(layout.room >= 0 for layout in layouts):
             break
@@ -359,6 +361,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.context_is_manual: "sharding types with parallel.context",
     layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.whole_groups_are_rounded: "sharding types or codes with rounded matrices",
+    layout_checks.scales_are_of_shards: "sharding types with matmuls in eight bits",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
     layout_checks.layout_uses_all_devices: "the batch is not divisible",

@@ -25,7 +25,7 @@ from spmd_lm.quantization.calibration import Calibration, float64
 from spmd_lm.quantization.gptq import Quantized, decode, gptq, round_to_nearest, squared_error
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
-from spmd_lm.step.program import IN_COMPUTE_DTYPE, Program
+from spmd_lm.step.program import Program, in_compute_dtype
 
 Method = Literal["rtn", "gptq"]
 METHODS = get_args(Method)
@@ -35,9 +35,10 @@ LEAST_HELD_OUT = 1e-6  # of a calibration text
 
 def quantized_config(config: RunConfig, coding: Coding, directory: Path) -> RunConfig:
     """The configuration of the quantized model's run in `directory`."""
+    config = in_compute_dtype(config)
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
     few = {"quantized": coding.bits, "quantized_group": coding.group, "fake_quant": "none", "frozen": None}
-    precision = config.precision.model_copy(update=few | IN_COMPUTE_DTYPE)
+    precision = config.precision.model_copy(update=few)
     optim = config.optim.model_copy(update={"freeze": ""})
     return config.model_copy(update={"run": run, "precision": precision, "optim": optim})
 

@@ -60,8 +60,10 @@ def _bytes_per_device(tree: Tree) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-IN_COMPUTE_DTYPE = {"matmul": "none", "emulate": False}
-"""Keys of `precision` with which nothing multiplies in eight bits."""
+def in_compute_dtype(config: RunConfig) -> RunConfig:
+    """The same without matmuls in eight bits."""
+    precision = config.precision.model_copy(update={"matmul": "none", "emulate": False})
+    return config.model_copy(update={"precision": precision})
 
 
 class Program:
@@ -73,11 +75,10 @@ class Program:
     def __init__(
         self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None, *, trains: bool = True
     ):
-        if not trains:
-            config = config.model_copy(update={"precision": config.precision.model_copy(update=IN_COMPUTE_DTYPE)})
         devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
         host = devices_per_host(devices)
-        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules, host)
+        used = config if trains else in_compute_dtype(config)
+        plan = abstract_plan(used, len(devices), devices[0].platform, devices[0].device_kind, modules, host)
         across_hosts = config.parallel.model_across_hosts
         mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts, rings=plan.rings)
         require_model_within_domain(config, plan, domains_of_model(mesh))

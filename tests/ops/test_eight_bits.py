@@ -59,23 +59,17 @@ def test_three_products_are_of_codes_and_scales(kind, transpose):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_program_multiplies_codes(kind):
-    x, w, g = arrays((2, 8, 24), (24, 16), (2, 8, 16))
-    text = vjp_of(kind).lower(*(each.astype(jnp.bfloat16) for each in (x, w, g))).as_text()
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_program_multiplies_codes(kind, transpose):
+    x, w, g = arrays((2, 8, 24), (16, 24) if transpose else (24, 16), (2, 8, 16))
+    text = vjp_of(kind, transpose).lower(*(each.astype(jnp.bfloat16) for each in (x, w, g))).as_text()
     operands = [line.rpartition(": (")[2] for line in text.splitlines() if "dot_general" in line]
     value, gradient = (f"x{dtype}>" for dtype in DTYPES[kind])
     left, right = ([part.split(",")[i].partition(" -> ")[0] for part in operands] for i in (0, 1))
     assert len(operands) == 3
-    assert [(value in a, gradient in a) for a in left] == [
-        (True, kind == "int8"),
-        (kind == "int8", True),
-        (True, kind == "int8"),
-    ]
-    assert [(value in a, gradient in a) for a in right] == [
-        (True, kind == "int8"),
-        (True, kind == "int8"),
-        (kind == "int8", True),
-    ]
+    d_w = [value, gradient] if not transpose else [gradient, value]
+    for i, (a, b) in enumerate([[value, value], [gradient, value], d_w]):
+        assert a in left[i] and b in right[i]
 
 
 def test_casts_saturate():

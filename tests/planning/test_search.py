@@ -199,6 +199,14 @@ def test_a_dtype_of_unknown_speed_is_refused(topology):
         search(config, [make_target(parse_topology(topology))])
 
 
+@pytest.mark.parametrize("topologies", ["h100:1x1 a100:1x1", "a100:1x1 h100:1x1"])
+def test_matmuls_that_one_of_the_devices_has_not_are_refused(topologies):
+    """Whatever was found for the others before."""
+    config = make_config(precision=PRECISION | {"matmul": "fp8"})
+    with pytest.raises(ConfigError, match=r"fp8: .*A100.* has no matmuls of float8. Use precision.matmul=int8, or"):
+        search(config, [make_target(parse_topology(each)) for each in topologies.split()])
+
+
 def test_what_does_not_fit_says_by_how_much():
     target = make_target(parse_topology("v5e:2x2"))
     message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 14.7 on v5e:2x2"
