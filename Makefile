@@ -1,12 +1,12 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
-# make test         the suite, without its longest tests: 9 to 15 minutes on 2 cores, installation included
+# make test         the suite, without its longest tests: 24 minutes on 2 cores, with nothing compiled before
 # make test-slice   a part of the slow tests, but those of make soak: SLICE=3/20 is the fourth twentieth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 270 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make predictions  memory and bytes of random runs beside absent hardware's compilers: RUNS=3, 2 minutes. SEED=0x1f
-# make notebooks    run notebooks/ from top to bottom: 10 minutes. PART=0/11 runs the first of the 11 alone
+# make notebooks    run notebooks/ from top to bottom: 13 minutes. PART=0/12 runs the first of the 12 alone
 # make soak         kill a run 50 times at random, and compare what it ends with: SOAK_KILLS=50, 8 minutes on 2 cores
 # make bench-gpu    train steps beside PyTorch's on a GPU, or tiny ones on the CPU: SIZES=gpt2-124m
 # make lint         format, lint, types: nothing is changed
