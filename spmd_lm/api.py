@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_lm.addresses import is_bucket
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
@@ -57,10 +58,12 @@ class Report(dict):
 
 
 def load_config(path: str | Path, *overrides: str) -> RunConfig:
-    """The configuration in a YAML file, or of the run in a directory, changed by overrides, `section.key=value`.
+    """The configuration in a YAML file, or of the run in a directory or a bucket, changed by overrides,
+    `section.key=value`.
 
     Raises ConfigError with one line per problem."""
-    return (load_run if Path(path).is_dir() else load)(Path(path), overrides)
+    path = _local(path)
+    return (load_run if path.is_dir() else load)(path, overrides)
 
 
 def plan(config: RunConfig, topology: str | None = None) -> Report:
@@ -287,7 +290,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     CheckpointError if a run's records are damaged; nothing is written then."""
     from spmd_lm.reports.runs import write_report
 
-    return write_report([Path(run) for run in runs], None if out is None else Path(out))
+    return write_report([_local(run) for run in runs], None if out is None else Path(out))
 
 
 def read_batch(config: RunConfig, step: int = 1) -> "Batch":
@@ -302,7 +305,20 @@ def read_batch(config: RunConfig, step: int = 1) -> "Batch":
 
 
 def _run_config(run: str | Path | RunConfig) -> RunConfig:
-    return run if isinstance(run, RunConfig) else load_run(Path(run))
+    if not isinstance(run, RunConfig):
+        return load_run(_local(run))
+    if run.run.bucket_address:
+        _local(run.run.bucket_address)
+    return run
+
+
+def _local(run: str | Path) -> Path:
+    """The directory of a run, or the working copy of one in a bucket."""
+    if not is_bucket(str(run)):
+        return Path(run)
+    from spmd_lm.checkpoints.bucket_run import fetch_run
+
+    return fetch_run(str(run))
 
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:

@@ -4,12 +4,14 @@ import argparse
 import io
 import itertools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from spmd_lm import __version__
+from spmd_lm.addresses import HUB_SCHEME, elsewhere, is_bucket
 from spmd_lm.commands import (
     audit,
     bench,
@@ -32,7 +34,7 @@ from spmd_lm.commands import (
 )
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.files import HUB_SCHEME, elsewhere, is_name
+from spmd_lm.files import is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, is_peer_failure, leave_job
@@ -46,6 +48,12 @@ class Verb(NamedTuple):
     positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
     takes_config: bool = True  # and overrides, and --devices; otherwise the last positional may be repeated
     uses_devices: bool = True
+
+    @property
+    def runs_to_read(self) -> list[str]:
+        """Positionals that are runs, or may be; the one that `import` makes is none yet."""
+        first = self.positionals[:1] == ("RUN_DIR",)
+        return [name for name in self.positionals if name in ("CONFIG", "RUN") or (name == "RUN_DIR" and first)]
 
     @property
     def usage(self) -> str:
@@ -112,6 +120,8 @@ VERBS = {
     "config": Verb("prints the resolved YAML", config.run),
 }
 
+READ_NO_CHECKPOINT = ("plan", "audit", "preflight", "bench", "report", "config", "train")  # train fetches it later
+
 POSITIONALS = {
     "ACTION": "ls, verify or diff",
     "CONFIG": "a YAML file, a shipped one's name, as quickstart, or a run's directory",
@@ -138,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with interruptible():
             name, arguments = parse(argv)
+            fetch_runs(name, arguments)
             return int(VERBS[name].run(arguments))
     except UserError as error:
         leave_if_peer_is_gone(error)
@@ -252,6 +263,8 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     for name_of, path in parser.paths_among(arguments):
         if (name, name_of) == ("import", "DIR") and path.startswith(HUB_SCHEME):
             continue
+        if name_of in VERBS[name].runs_to_read and is_bucket(path):
+            continue
         if problem := elsewhere(path):
             raise ConfigError(f"{parser.prog}: {name_of} {path:.80}: {problem}.")
         if not is_name(path):
@@ -263,6 +276,28 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     if getattr(arguments, "devices", None) is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
+
+
+def fetch_runs(verb: str, arguments: Arguments) -> None:
+    """Replaces addresses of runs in buckets by their working copies on this machine."""
+    if verb == "supervise":
+        fetch_runs(*arguments.supervised)
+    every = verb in ("ckpt", "replay") or getattr(arguments, "fallback", False)
+    wanted: Any = "none" if verb in READ_NO_CHECKPOINT else "every" if every else "newest"
+
+    def local(text: str) -> str:
+        address, at = text, ""
+        if verb == "ckpt" and (of_step := re.fullmatch(r"(.+)(@\d+)", text)):
+            address, at = of_step.groups()
+        if not is_bucket(address):
+            return text
+        from spmd_lm.checkpoints.bucket_run import fetch_run
+
+        return f"{fetch_run(address, wanted)}{at}"
+
+    for name in VERBS[verb].runs_to_read:
+        given = getattr(arguments, name)
+        setattr(arguments, name, [*map(local, given)] if isinstance(given, list) else local(given))
 
 
 def make_parser(verb: str) -> Parser:

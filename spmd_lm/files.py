@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
-HUB_SCHEME = "hf://"  # prefix of a model that `spmd-lm import` downloads
 MAX_VALUES = 3_000_000  # most values in a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 
@@ -41,17 +40,6 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-
-
-def elsewhere(path: str) -> str:
-    """The reason why this is no local path, such as s3://bucket/run; '' if it may be one.  Path merges slashes."""
-    if not (scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)", path)):
-        return ""
-    if scheme[0].lower() == "file:":
-        return "file:// is not read: write the path alone"
-    if path.startswith(HUB_SCHEME):
-        return f"{HUB_SCHEME} is not read here: `spmd-lm import` makes a run of it, or a local directory"
-    return f"{scheme[0]}// is not supported yet: copy it to this machine, or mount it there, and give that path"
 
 
 def is_name(path: str) -> bool:

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 
 # From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
 LAYERS = (
-    {"errors", "files", "axes"},
+    {"errors", "files", "axes", "addresses"},
+    {"buckets"},
     {"active_rules", "config", "period"},
     {"ops", "batch", "own_module"},
     {"models", "parallel", "data", "runtime", "own_optimizer"},
@@ -35,9 +36,11 @@ LAYERS = (
 KNOW = {
     "files": set(),
     "axes": set(),
+    "addresses": set(),
+    "buckets": {"addresses", "errors"},
     "period": set(),
     "active_rules": {"errors"},
-    "config": {"axes", "errors", "files"},
+    "config": {"addresses", "axes", "errors", "files"},
     "ops": {"active_rules", "axes", "errors"},
     "batch": {"config"},
     "own_module": {"config", "errors"},

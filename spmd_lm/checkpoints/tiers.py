@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from spmd_lm.checkpoints.bucket_run import BucketRun
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.directories import CORRUPT, delete, move_aside
 from spmd_lm.checkpoints.parts import num_parts, part_directories, part_directory
@@ -20,9 +21,19 @@ from spmd_lm.runtime.processes import allgather_objects
 
 
 class Tiers:
-    """The durable and the local checkpoints of a run.  log: prints messages for the user."""
+    """The durable and the local checkpoints of a run.
 
-    def __init__(self, directory: Path, options: CheckpointOptions, log: Callable[[str], None]):
+    log: prints messages for the user.
+    bucket_run: what sends the durable ones to a bucket, in the first process."""
+
+    def __init__(
+        self,
+        directory: Path,
+        options: CheckpointOptions,
+        log: Callable[[str], None],
+        bucket_run: BucketRun | None = None,
+    ):
+        self.bucket_run = bucket_run
         self.durable = Checkpointer(directory, options, log=log)
         self.local: Checkpointer | None = None  # set by `open`
         self._options, self._log = options, log
@@ -136,3 +147,6 @@ class Tiers:
         tier = self.local if in_local else self.durable
         assert tier is not None
         tier.quarantine(damage)
+        if self.bucket_run and not in_local:
+            self.bucket_run.fetch_again(int(damage.directory.name))
+        allgather_objects("fetched", None)

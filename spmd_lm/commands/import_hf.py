@@ -4,8 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
+from spmd_lm.addresses import HUB_SCHEME
 from spmd_lm.commands.common import Arguments, check_json, write_result
-from spmd_lm.files import HUB_SCHEME
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.directories import require_absent_or_empty
 

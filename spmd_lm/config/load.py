@@ -16,13 +16,14 @@ from typing import Annotated, Any, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.addresses import address_of, elsewhere
 from spmd_lm.config import checks, own_modules, suggest, syntax
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Synthetic
 from spmd_lm.config.schema import DEFAULT_KINDS, RunConfig
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import elsewhere, write_atomically
+from spmd_lm.files import write_atomically
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
@@ -105,7 +106,7 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not os.path.exists(file):
         problem = elsewhere(str(directory)) or f"{_not_a_run(directory)}, or a YAML file"
         raise ConfigError(f"{directory}: {problem}.")
-    here: dict[str, Any] = {"run": {"dir": str(directory)}}
+    here: dict[str, Any] = {"run": {"dir": address_of(directory) or str(directory)}}
     tree = _merge_layers(_read_chain(file, []))
     if _get(tree, "data", "tokenizer") in (..., "bytes"):
         tokenizer = None

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from spmd_lm.addresses import elsewhere
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import elsewhere, read_bytes, write_atomically
+from spmd_lm.files import read_bytes, write_atomically
 
 MODULES_DIR = "modules"  # the copies in a run's directory
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 from pydantic import AfterValidator, Field, field_serializer, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
+from spmd_lm.addresses import is_bucket, working_copy
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import IA3, LoRA, NoAdapter
 from spmd_lm.config.context_parallel import with_form
@@ -32,14 +33,17 @@ from spmd_lm.config.types import (
     Fraction,
     MatmulKind,
     OwnModule,
+    PathOrBucket,
     ValidPath,
     without_repeats,
 )
 
 
 class Run(Section):
+    in_buckets = frozenset({"dir"})
+
     name: Annotated[ValidPath, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # name of its directory under runs/
-    dir: ValidPath | None = None  # default: runs/<name>
+    dir: PathOrBucket | None = None  # a directory, or s3://BUCKET/KEY or gs://BUCKET/KEY; default: runs/<name>
     init_from: ValidPath | None = None  # the run whose parameters this one starts from
     simulate_devices: CountOrZero = 0  # CPU devices to simulate; 0: use the real devices
     # XLA's options for the step: auto (those of runtime/xla_options.yaml), none, or {name: value}
@@ -51,7 +55,14 @@ class Run(Section):
     trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] | None = None
 
     @property
+    def bucket_address(self) -> str:  # '' for a run in a directory
+        return self.dir if self.dir and is_bucket(self.dir) else ""
+
+    @property
     def directory(self) -> Path:
+        """The run's directory on this machine: of one in a bucket, its working copy."""
+        if self.bucket_address:
+            return working_copy(self.bucket_address)
         return Path(self.dir or f"runs/{self.name}").expanduser()
 
 

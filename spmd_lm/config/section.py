@@ -1,8 +1,8 @@
 """The base of all sections of a YAML file: a strict, frozen model, and its keys as the file spells them."""
 
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from spmd_lm.config.types import valid_text
@@ -11,12 +11,15 @@ from spmd_lm.config.types import valid_text
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
 
+    in_buckets: ClassVar[frozenset[str]] = frozenset()  # keys whose paths may be addresses in buckets
+
     @field_validator("*")
     @classmethod
-    def _texts_are_valid(cls, value: Any) -> Any:  # on every key, so that new paths need no check of their own
+    def _texts_are_valid(cls, value: Any, key: ValidationInfo) -> Any:
+        """On every key, so that new paths need no check of their own."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
-                valid_text(text)
+                valid_text(text, in_bucket=key.field_name in cls.in_buckets)
         return value
 
 

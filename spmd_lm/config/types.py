@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from spmd_lm.files import elsewhere
+from spmd_lm.addresses import bucket_problem, elsewhere, is_bucket
 
 Partitioner = Literal["types", "manual"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -21,13 +21,13 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # kept values are divided by 1 - rate, in 16 bits too
 
 
-def valid_text(text: str) -> str:
-    """Checks that a text has no NUL, is UTF-8, and is not a remote address."""
+def valid_text(text: str, in_bucket: bool = False) -> str:
+    """Checks that a text has no NUL, is UTF-8, and is not a remote address.  in_bucket: it may be one in a bucket."""
     if "\0" in text:
         raise PydanticCustomError("text_nul", "expected text without NUL characters")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are not UTF-8
         raise PydanticCustomError("text_encoding", "expected text in UTF-8")
-    if problem := elsewhere(text):
+    if problem := bucket_problem(text) if in_bucket and is_bucket(text) else elsewhere(text):
         raise PydanticCustomError("elsewhere", "{problem}", {"problem": problem})
     return text
 
@@ -56,6 +56,10 @@ Biases = Annotated[
     BeforeValidator(lambda names: tuple(without_repeats(names)) if isinstance(names, list) else names),
 ]
 """Parts of a model that have biases; a tuple, because configurations are hashed."""
+
+
+PathOrBucket = Annotated[str, AfterValidator(lambda path: path if is_bucket(path) else valid_path(path))]
+"""A path, or s3://BUCKET/KEY or gs://BUCKET/KEY; its section lists it in `in_buckets`."""
 
 ValidPath = Annotated[str, AfterValidator(valid_path)]
 

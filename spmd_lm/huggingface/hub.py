@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmd_lm.addresses import HUB_SCHEME
 from spmd_lm.config.load import VOCABULARY_FILES
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import HUB_SCHEME
 from spmd_lm.huggingface.directory import CHAT_TEMPLATES
 from spmd_lm.huggingface.safetensors_io import INDEX_FILE, find_single_file, read_json
 

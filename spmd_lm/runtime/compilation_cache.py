@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from spmd_lm.addresses import user_cache
 from spmd_lm.files import require_own
 
 MAX_BYTES = 4 * 2**30  # of all entries; the least recently used are deleted
@@ -21,8 +22,7 @@ AUTO, NONE = "auto", "none"
 
 
 def default_directory(name: str = "compilations") -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return _expand(base) / "spmd_lm" / name
+    return user_cache() / name
 
 
 def _expand(path: str) -> Path:

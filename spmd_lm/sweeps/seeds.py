@@ -33,6 +33,8 @@ def train_seeds(
         what = f"train.seed={config.train.seed} with --seeds {count}"
         raise ConfigError(f"{what}: seeds are below 2**32. Lower train.seed.")
     directory = config.run.directory
+    if config.run.bucket_address:
+        raise ConfigError(f"run.dir={config.run.bucket_address} with --seeds: choose a directory of this machine.")
     if (directory / "checkpoints").exists():
         raise ConfigError(f"run.dir={directory} with --seeds: it is a run itself. Choose another run.dir.")
     cells = [_cell(config, config.train.seed + i) for i in range(count)]

@@ -210,7 +210,10 @@ class TrainingRun:
             self.failure = self.failure or error
 
     def require_directory(self) -> None:
-        """Raises OutputError if the run's directory is gone or replaced: orbax would create a new one."""
+        """Raises OutputError if the run's directory is gone or replaced: orbax would create a new one; or if another
+        process has taken over its bucket."""
+        if self.tiers.bucket_run:
+            self.tiers.bucket_run.require()
         directory = self.config.run.directory
         try:
             in_place = os.path.samestat(os.stat(directory), self._directory)

@@ -4,13 +4,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 from pydantic import ValidationError
 
+from spmd_lm.checkpoints.bucket_run import BucketRun
 from spmd_lm.checkpoints.checkpointer import new_run_id
 from spmd_lm.checkpoints.directories import CORRUPT, describe_damage, foreign_names
 from spmd_lm.checkpoints.record import Meta
@@ -256,9 +257,12 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
     ]
     if wrong:
         raise ConfigError(*(f"run.dir={directory}: {what}. Move it away, or choose another run.dir." for what in wrong))
-    tiers = Tiers(directory / "checkpoints", config.checkpoint, log)
-    with lock_directory(directory, log, jax.process_index() == 0), tiers.closing():
+    with ExitStack() as stack:
+        stack.enter_context(lock_directory(directory, log, jax.process_index() == 0))
         require_shared(directory)
+        bucket_run = stack.enter_context(_open_bucket(config, log))
+        tiers = Tiers(directory / "checkpoints", config.checkpoint, log, bucket_run)
+        stack.enter_context(tiers.closing())
         try:
             yield tiers
         except KeyboardInterrupt:
@@ -268,6 +272,22 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
             resume = f"nothing since step {step} was saved. The same command resumes from there."
             log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
             raise
+
+
+@contextmanager
+def _open_bucket(config: RunConfig, log: Callable[[str], None]) -> Iterator[BucketRun | None]:
+    """What fetches and sends a run in a bucket, in the first process; the others wait until it has fetched."""
+    address, options = config.run.bucket_address, config.checkpoint
+    if address and jax.process_index() == 0:
+        bucket_run = BucketRun(address, log, options.keep, "every" if options.keep_best else "newest")
+        log(f"{address}: its working copy is {bucket_run.path}")
+        with bucket_run.open():
+            allgather_objects("fetched", None)
+            yield bucket_run
+    else:
+        if address:
+            allgather_objects("fetched", None)
+        yield None
 
 
 def require_shared(directory: Path) -> None:
@@ -280,7 +300,7 @@ def require_shared(directory: Path) -> None:
     if differ:
         raise ConfigError(
             f"run.dir={directory}: {', '.join(differ)} and process 0 do not see the same directory. Choose one on a "
-            "file system that all hosts of the job share."
+            "file system that all hosts of the job share; a bucket is for the processes of one host."
         )
 
 

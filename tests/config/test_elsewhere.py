@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from spmd_lm import api
+from spmd_lm.addresses import elsewhere, is_bucket
 from spmd_lm.cli import VERBS, main, make_parser
 from spmd_lm.config.data_sections import Tokens
 from spmd_lm.config.load import load
+from spmd_lm.config.schema import Run
 from spmd_lm.config.section import Section
 from spmd_lm.data.token_files.dataset import open_dataset
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 from spmd_lm.errors import ConfigError, DataError, Exit
-from spmd_lm.files import elsewhere
 from spmd_lm.prepare import schema as _  # noqa: F401 (sections of its own)
 from spmd_lm.sweeps.sweep_file import read_sweep
 
@@ -51,11 +52,32 @@ def test_the_keys_that_are_known_to_be_paths_are_among_them():
 def test_every_scheme_is_refused_in_every_key(scheme, data):
     section, key = data.draw(st.sampled_from([*TEXT_KEYS]))
     address = f"{scheme}:/{data.draw(st.sampled_from(['/', '']))}bucket/run"
+    if is_bucket(address) and key in section.in_buckets:
+        return  # below
     for value in (address, ["here", address]) if "list" in str(TEXT_KEYS[section, key]) else (address,):
         with pytest.raises(ValidationError) as refused:
             section.model_validate({key: value})
         wrong = [error for error in refused.value.errors() if key in error["loc"]]
         assert wrong, (section, key, value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_bucket_holds_a_run_but_not_under_every_key(scheme):
+    for key in ("bucket/run", "my-bucket.x/runs/a b/é@4"):
+        assert Run(dir=f"{scheme}://{key}").bucket_address == f"{scheme}://{key}"
+    for key in (
+        "",
+        "bucket",
+        "bucket/",
+        "bucket/a/",
+        "bucket/a//b",
+        "bucket/a/../b",
+        "Bucket/a",
+        "b/a",
+        "bucket/" + "é" * 128,
+    ):
+        with pytest.raises(ValidationError, match=r"bucket's name"):
+            Run(dir=f"{scheme}://{key}")
 
 
 OPTIONS = [
@@ -91,6 +113,8 @@ def test_every_address_is_refused_in_every_argument(verb, dest, option, capsys, 
     for address in ADDRESSES:
         if (verb, dest, address[:2]) == ("import", "DIR", "hf"):
             continue  # what tests/huggingface/test_hub.py imports
+        if dest in VERBS[verb].runs_to_read and is_bucket(address):
+            continue  # what tests/buckets reads
         value = f"lambada={address}" if dest == "task" else address
         known = {"ACTION": "ls", "STEP": "3"}
         line = [value if name == dest else known.get(name, "here") for name in VERBS[verb].positionals]
@@ -113,8 +137,8 @@ def test_files_and_functions_refuse_them_too(address, tmp_path):
         lambda: api.load_config(address),
         lambda: api.evaluate(address),
     ]
-    for call in calls:
-        with pytest.raises(ConfigError, match=r"is not supported yet|is not read") as refused:
+    for call in calls[:-2] if is_bucket(address) else calls:
+        with pytest.raises(ConfigError, match=r"is not supported here|is not read") as refused:
             call()
         assert len(refused.value.problems) == 1, inspect.getsource(call)
 
