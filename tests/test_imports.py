@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 
 # From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
 LAYERS = (
-    {"errors", "files", "axes", "addresses"},
+    {"addresses", "errors", "files", "axes"},
     {"buckets"},
     {"active_rules", "config", "period"},
     {"ops", "batch", "own_module"},
@@ -34,13 +34,13 @@ LAYERS = (
     {"__main__"},
 )
 KNOW = {
+    "addresses": set(),
     "files": set(),
     "axes": set(),
-    "addresses": set(),
-    "buckets": {"addresses", "errors"},
     "period": set(),
     "active_rules": {"errors"},
-    "config": {"addresses", "axes", "errors", "files"},
+    "buckets": {"addresses", "errors", "files"},
+    "config": {"addresses", "axes", "buckets", "errors", "files"},
     "ops": {"active_rules", "axes", "errors"},
     "batch": {"config"},
     "own_module": {"config", "errors"},

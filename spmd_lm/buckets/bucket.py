@@ -76,9 +76,11 @@ class Bucket:
                 raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", self._at(name))
             return bytes(answer.bytes()), _version(meta)
 
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
+    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """Raises FileExistsError if the object has another version than this one by now."""
         with self._telling(name):
-            return bytes(self._obstore.get_range(self._store, name, start=start, end=stop))
+            options: Any = {"range": (start, stop), "if_match": version["e_tag"]}
+            return bytes(self._obstore.get(self._store, name, options=options).bytes())
 
     def download(self, name: str, path: Path, version: Version | None = None) -> None:
         """Writes an object to a new file.  Raises FileExistsError if it has another version than this one by now."""

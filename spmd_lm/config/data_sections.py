@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.types import PositiveFloat
 
 from spmd_lm.config.section import Section
-from spmd_lm.config.types import Count, OwnModule, ValidPath
+from spmd_lm.config.types import Count, OwnModule, PathOrBucket, ValidPath
 
 
 class Data(Section):
@@ -54,17 +54,22 @@ class Text(Documents):
 
 
 class BlendPart(Section):
-    path: ValidPath  # a data set
+    in_buckets = frozenset({"path"})
+
+    path: PathOrBucket  # a data set
     weight: PositiveFloat  # share of the samples, relative to the sum of all weights
 
 
 class Tokens(Data):
-    """Token ids on disk: a directory made by `spmd-lm prepare`, or Megatron-LM's .bin and .idx, without the suffix."""
+    """Token ids: a directory made by `spmd-lm prepare`, on disk or in a bucket, s3://BUCKET/KEY or gs://BUCKET/KEY; or
+    Megatron-LM's .bin and .idx, without the suffix."""
+
+    in_buckets = frozenset({"path"})
 
     source: Literal["tokens"]
     # default: the prepared data set's (of a blend, the first one's); else bytes
     tokenizer: ValidPath = "bytes"
-    path: ValidPath | None = None  # a single data set
+    path: PathOrBucket | None = None  # a single data set
     blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # several, in place of path
     pack: bool = False  # tokens attend only within their document; its positions begin at 0
     # check files against their checksums: each MiB before first use (touch), all at the start (full), or never (off)

@@ -16,7 +16,8 @@ from typing import Annotated, Any, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from spmd_lm.addresses import address_of, elsewhere
+from spmd_lm.addresses import address_of, bucket_problem, elsewhere, is_bucket
+from spmd_lm.buckets.copies import copy_small_files, directory_of
 from spmd_lm.config import checks, own_modules, suggest, syntax
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Synthetic
 from spmd_lm.config.schema import DEFAULT_KINDS, RunConfig
@@ -187,13 +188,18 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
 
 
 def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
-    """The tokenizer that made the token ids on disk, stored beside them."""
+    """The tokenizer that made the token ids, stored beside them; in a bucket, it is looked for only if it is needed."""
     tree = _merge_layers(layers)
     blend = _get(tree, "data", "blend")
     path = _get(blend[0], "path") if isinstance(blend, list) and blend else _get(tree, "data", "path")
     if _get(tree, "data", "source") != "tokens" or not isinstance(path, str):
         return Layer("", {})
     directory = os.path.join(os.path.expanduser(path), TOKENIZER_DIR)
+    if is_bucket(path):
+        is_needed = _get(tree, "data", "tokenizer") is ... and not bucket_problem(path)
+        if not is_needed or not copy_small_files(path, TOKENIZER_DIR).objects:
+            return Layer("", {})
+        directory = str(directory_of(path) / TOKENIZER_DIR)
     return Layer(path, {"data": {"tokenizer": directory}} if os.path.isdir(directory) else {})
 
 

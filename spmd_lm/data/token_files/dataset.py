@@ -1,7 +1,7 @@
-"""Data sets of token ids on disk, from `spmd-lm prepare` or from Megatron-LM, alone or blended.
+"""Data sets of token ids on disk or in a bucket, from `spmd-lm prepare` or from Megatron-LM, alone or blended.
 
 A prepared data set is a directory: manifest.json, the shards of its splits, and the vocabulary in tokenizer/, unless
-its tokens are bytes."""
+its tokens are bytes.  Of one in a bucket, all but the .bin files of shards are copied to this machine."""
 
 import dataclasses
 import functools
@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from spmd_lm.addresses import is_bucket
+from spmd_lm.buckets.copies import Copies, copy_small_files, directory_of, origin_of
 from spmd_lm.config.data_sections import RULES, Tokens
 from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
+from spmd_lm.data.token_files.bucket_tokens import BucketTokens
 from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
-from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
+from spmd_lm.data.token_files.shard import Header, Shard, TokenIds, damaged, map_tokens, open_shard, read_json
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
@@ -70,11 +73,29 @@ def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int, rules: in
     return TokenDataset(", ".join(path for path, _ in parts), corpora, tokenizer)
 
 
+def _directory(path: str) -> Path:
+    """Where the files of a data set are, or of one in a bucket, the copies of small ones."""
+    return directory_of(path) if is_bucket(path) else Path(path).expanduser()
+
+
+def _copies(path: str) -> Copies | None:
+    """Copies the small files of a data set in a bucket; None for one on disk."""
+    if not is_bucket(path):
+        return None
+    copies = copy_small_files(path)
+    if MANIFEST not in copies.objects:
+        raise DataError(
+            f"{path}: no {MANIFEST} there, so it is no prepared data set. Copy all of the directory there that "
+            "`spmd-lm prepare` made. Megatron-LM's files are read on disk alone."
+        )
+    return copies
+
+
 def _open_corpus(
     path: str, weight: float, data: Tokens, tokenizer: Tokenizer, vocab_size: int, rules: int
 ) -> TokenCorpus:
-    root = Path(path).expanduser()
-    if is_megatron(root):
+    root, copies = _directory(path), _copies(path)
+    if copies is None and is_megatron(root):
         shard = open_megatron(root)
         splits = [[each] for each in split_documents(shard, data.validation_fraction, rules)]
         separator = _last_of_documents(shard, tokenizer.eos_token_id)
@@ -84,7 +105,7 @@ def _open_corpus(
     else:
         manifest = read_manifest(root)
         _require_tokenizer(manifest, root, data)
-        splits = [_open_shards(root, manifest, split) for split in READ_SPLITS]
+        splits = [_open_shards(root, manifest, split, copies) for split in READ_SPLITS]
         separator = manifest["eos_token_id"]
         checksums = [[(s.header.idx_crc32, s.header.block_crc32) for s in shards] for shards in splits]
         identity = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
@@ -101,8 +122,11 @@ def _verify(data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> Literal["tou
     return "full" if tokenizer.vocab_size > vocab_size else data.verify
 
 
-def _open_shards(root: Path, manifest: dict[str, Any], split: str) -> list[Shard]:
-    shards = [open_shard(root / name) for name in manifest["splits"][split]["shards"]]
+def _open_shards(root: Path, manifest: dict[str, Any], split: str, copies: Copies | None) -> list[Shard]:
+    def open_tokens(path: Path, header: Header) -> TokenIds:
+        return BucketTokens(copies, path, header) if copies else map_tokens(path, header)
+
+    shards = [open_shard(root / name, open_tokens) for name in manifest["splits"][split]["shards"]]
     for header in (shard.header for shard in shards):
         if (header.tokenizer, header.eos_token_id) != (manifest["tokenizer"], manifest["eos_token_id"]):
             raise damaged(root / MANIFEST, "its shards are of another tokenizer")
@@ -112,17 +136,18 @@ def _open_shards(root: Path, manifest: dict[str, Any], split: str) -> list[Shard
 def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> list[ShardedTokens]:
     """The test splits of the data sets that have one.  Raises as `open_dataset` does, and DataError if none has."""
     vocab_size, opened = min(tokenizer.vocab_size, model_vocab), []
-    roots = [Path(part.path).expanduser() for part in data.blend or []] or [Path(str(data.path)).expanduser()]
-    for root in (root for root in roots if not is_megatron(root)):
+    paths = [part.path for part in data.blend or []] or [str(data.path)]
+    for path in (path for path in paths if is_bucket(path) or not is_megatron(_directory(path))):
+        root, copies = _directory(path), _copies(path)
         manifest = read_manifest(root)
         _require_tokenizer(manifest, root, data)
         if "test" in manifest["splits"]:
-            shards = _nonempty(_open_shards(root, manifest, "test"))
+            shards = _nonempty(_open_shards(root, manifest, "test", copies))
             verify = _verify(data, tokenizer, vocab_size)
             opened.append(ShardedTokens(shards, vocab_size, manifest["eos_token_id"], verify))
     if not opened:
         raise DataError(
-            f"test: no test split in {', '.join(map(str, roots))}. Prepare it with a share, as in "
+            f"test: no test split in {', '.join(paths)}. Prepare it with a share, as in "
             "split.test=0.01, or use validation."
         )
     return opened
@@ -142,7 +167,7 @@ def _nonempty(shards: list[Shard]) -> list[Shard]:
 
 def _last_of_documents(shard: Shard, eos_token_id: int | None) -> int | None:
     """The end-of-sequence token, if the first document ends with it: Megatron-LM appends it to all, or to none."""
-    first = shard.tokens[: int(shard.offsets[1])] if shard.header.documents else shard.tokens
+    first = shard.tokens[: int(shard.offsets[1])] if shard.header.documents else shard.tokens[:]
     return eos_token_id if first.size and first[-1] == eos_token_id else None
 
 
@@ -198,14 +223,15 @@ def _require_tokenizer(manifest: dict[str, Any], root: Path, data: Tokens) -> No
     if vocabulary_hash(data.tokenizer) == manifest["tokenizer"]:
         return
     check_own_tokenizer(root, manifest)
-    first = Path(data.blend[0].path if data.blend else root).expanduser()
+    first = _directory(data.blend[0].path) if data.blend else root
+    name = origin_of(root)
     if root != first and not is_megatron(first):  # its vocabulary is data.tokenizer, opened before
         own = first / TOKENIZER_DIR
         raise ConfigError(
-            f"data.blend: {root} has another vocabulary than {first}, and corpora of one blend share theirs. Prepare "
-            f"{root} again, with tokenizer={own if own.is_dir() else 'bytes'}."
+            f"data.blend: {name} has another vocabulary than {origin_of(first)}, and corpora of one blend share "
+            f"theirs. Prepare {name} again, with tokenizer={own if own.is_dir() else 'bytes'}."
         )
     raise ConfigError(
-        f"data.tokenizer={data.tokenizer} is not the one that made the token ids in {root}. Leave it out: the data set "
+        f"data.tokenizer={data.tokenizer} is not the one that made the token ids in {name}. Leave it out: the data set "
         "has its own, which counts where no file of the run's configuration names another."
     )

@@ -11,12 +11,14 @@ import dataclasses
 import json
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spmd_lm import files
+from spmd_lm.buckets.copies import origin_of
 from spmd_lm.errors import DataError
 
 MAGIC = b"SPMDLM01"
@@ -38,10 +40,24 @@ class Header:
     version: int = 1
 
 
+class TokenIds(Protocol):
+    """A memory map of one dimension, or what is sliced like one."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
 class Shard(NamedTuple):
     path: Path  # without a suffix
     header: Header
-    tokens: np.ndarray  # 1-D, a memory map
+    tokens: TokenIds
     offsets: np.ndarray  # uint64 [documents + 1], a memory map
 
 
@@ -131,12 +147,16 @@ def block_checksums(data: bytes | bytearray | np.ndarray) -> list[int]:
     return [zlib.crc32(view[start : start + BLOCK].data) for start in range(0, len(view), BLOCK)]
 
 
-def open_shard(path: Path) -> Shard:
+def map_tokens(path: Path, header: Header) -> TokenIds:
+    return map_file(path, np.dtype(header.dtype).newbyteorder("<"), header.tokens)
+
+
+def open_shard(path: Path, open_tokens: Callable[[Path, Header], TokenIds] = map_tokens) -> Shard:
     """Maps a shard's files after checking their sizes, header and offsets; the tokens are not read.  Raises DataError
-    for a file that is missing, unreadable, truncated or damaged, or not of this format."""
+    for a file that is missing, unreadable, truncated or damaged, or not of this format.
+    open_tokens: opens the .bin."""
     header = read_header(path.with_suffix(".json"))
-    dtype = np.dtype(header.dtype).newbyteorder("<")
-    tokens = map_file(path.with_suffix(".bin"), dtype, header.tokens)
+    tokens = open_tokens(path.with_suffix(".bin"), header)
     idx = map_file(path.with_suffix(".idx"), np.dtype("u1"), len(MAGIC) + 8 * (header.documents + 1))
     if zlib.crc32(idx.tobytes()) != header.idx_crc32:
         raise damaged(path.with_suffix(".idx"), "its checksum is not that of what was written")
@@ -186,7 +206,7 @@ def map_file(path: Path, dtype: np.dtype, size: int, offset: int = 0) -> np.ndar
         with open(descriptor, "rb") as file:
             found, expected = os.fstat(file.fileno()).st_size, offset + size * dtype.itemsize
             if found != expected:
-                raise damaged(path, f"it has {found:,} bytes instead of {expected:,}")
+                raise wrong_size(path, found, expected)
             if not size:  # an empty file cannot be mapped
                 return np.empty(0, dtype)
             return np.memmap(file, dtype, "r", offset, size).view(np.ndarray)  # its slices are faster
@@ -204,15 +224,23 @@ def check_block(shard: Shard, block: int) -> None:
     """Raises DataError if a BLOCK fails its checksum; files without checksums pass."""
     tokens = block_range(shard, block)
     if shard.header.block_crc32 and block_checksums(tokens) != [shard.header.block_crc32[block]]:
-        where = f"bytes {block * BLOCK:,} to {block * BLOCK + tokens.nbytes:,}"
-        raise damaged(shard.path.with_suffix(".bin"), f"the checksum of {where} is not that of what was written")
+        raise wrong_block(shard.path.with_suffix(".bin"), block, tokens.nbytes)
+
+
+def wrong_block(path: Path, block: int, size: int) -> DataError:
+    where = f"bytes {block * BLOCK:,} to {block * BLOCK + size:,}"
+    return damaged(path, f"the checksum of {where} is not that of what was written")
+
+
+def wrong_size(path: Path, found: int, expected: int) -> DataError:
+    return damaged(path, f"it has {found:,} bytes instead of {expected:,}")
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"{path}: cannot be read: {error.strerror}. Mend that, or remove the data set and prepare it again."
+        f"{origin_of(path)}: cannot be read: {error.strerror}. Mend that, or remove the data set and prepare it again."
     )
 
 
 def damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: damaged: {what}. Remove the data set, and prepare or copy it again.")
+    return DataError(f"{origin_of(path)}: damaged: {what}. Remove the data set, and prepare or copy it again.")

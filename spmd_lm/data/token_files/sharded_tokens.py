@@ -1,10 +1,11 @@
-"""Tokens of many shards as one array, read through memory maps, and checked on the way."""
+"""Tokens of many shards as one array, read through memory maps or from a bucket, and checked on the way."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from spmd_lm.data.token_files.bucket_tokens import AT_ONCE, BucketTokens, fetch_blocks
 from spmd_lm.data.token_files.shard import BLOCK, Shard, block_range, check_block, stray_token
 from spmd_lm.errors import DataError
 
@@ -28,15 +29,23 @@ class ShardedTokens:
         self.tokens_per_block = np.array([BLOCK // shard.tokens.itemsize for shard in shards])
         self.unchecked = np.full(sum(blocks), verify != "off")
         self.num_unchecked = int(self.unchecked.sum())
+        self.in_bucket = any(isinstance(shard.tokens, BucketTokens) for shard in shards)
         if verify == "full":
             for i, count in enumerate(blocks):
-                self._check(i, 0, count)
+                for first in range(0, count, AT_ONCE):
+                    last = min(first + AT_ONCE, count) - 1
+                    self._fetch(np.array([i]), np.array([first]), np.array([last]))
+                    self._check(i, first, last + 1)
 
     def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
         shard_R = np.searchsorted(self.first_token, start_R, side="right") - 1
         local_R = start_R - self.first_token[shard_R]
-        if self.num_unchecked:
-            self._check_rows(shard_R, local_R, length)
+        if self.num_unchecked or self.in_bucket:
+            # The blocks of each row within the shard in which it begins.
+            last_R = np.minimum(local_R + length, self.sizes[shard_R]) - 1
+            first_R, last_R = (at_R // self.tokens_per_block[shard_R] for at_R in (local_R, last_R))
+            self._fetch(shard_R, first_R, last_R)
+            self._check_rows(shard_R, first_R, last_R)
         rows = np.empty((len(start_R), length), np.int32)
         for row, i, start in zip(rows, shard_R.tolist(), local_R.tolist(), strict=True):
             found = self.shards[i].tokens[start : start + length]
@@ -54,11 +63,15 @@ class ShardedTokens:
             row[: len(found)] = found
             row, i = row[len(found) :], i + 1
 
-    def _check_rows(self, shard_R: np.ndarray, local_R: np.ndarray, length: int) -> None:
-        """Checks the blocks of each row within the shard in which it begins."""
-        size_R = self.tokens_per_block[shard_R]
-        last_R = np.minimum(local_R + length, self.sizes[shard_R]) - 1
-        first_R, last_R = local_R // size_R, last_R // size_R
+    def _fetch(self, shard_R: np.ndarray, first_R: np.ndarray, last_R: np.ndarray) -> None:
+        """Brings the blocks of all rows into the cache at once, if they are in a bucket."""
+        if not self.in_bucket:
+            return
+        rows = zip(shard_R.tolist(), first_R.tolist(), last_R.tolist(), strict=True)
+        blocks = dict.fromkeys((i, block) for i, first, last in rows for block in range(first, last + 1))
+        fetch_blocks((tokens, b) for i, b in blocks if isinstance(tokens := self.shards[i].tokens, BucketTokens))
+
+    def _check_rows(self, shard_R: np.ndarray, first_R: np.ndarray, last_R: np.ndarray) -> None:
         base_R = self.first_block[shard_R]
         suspect = self.unchecked[base_R + first_R] | self.unchecked[base_R + last_R] | (last_R > first_R + 1)
         for r in np.flatnonzero(suspect).tolist():
